@@ -1,0 +1,112 @@
+"""Chunk-parallel form of a linear recurrence with a scalar decay: what GLA and Mesa share.
+
+    S_t = gamma_t S_{t-1} + beta_t k_t v_t^T          o_t = S_t^T q_t
+
+The sequence is cut in N chunks of C tokens. Inside a chunk the recurrence is a masked product of
+C x C (mesanet.md 1.5); between chunks only the state is carried, by a scan.
+
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
+Arrays in chunks lead with N so that the scan needs no transpose, and keep B and H apart so that a
+mesh can split either without moving data.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# exp() of it is exactly zero in float32 and float64; clamping there keeps sums of decays finite (0 * inf is NaN).
+LOG_DECAY_FLOOR = -1e4
+
+
+class ChunkWeights(NamedTuple):
+    """What a token sees: the tokens of its chunk and the state that enters the chunk.
+
+    intra_NBHCC: weight of token s (last axis) in token t's state: beta_s * decay from s to t, 0 for s > t
+      and across documents. Its last row is the weight of each token in the state that leaves the chunk.
+    enter_NBHC: weight of the entering state in token t's state; 0 where a document started in between.
+    """
+    intra_NBHCC: jax.Array
+    enter_NBHC: jax.Array
+
+
+def pick_chunk(chunk_size, length):
+    """Tokens a chunk: 64 unless given (products of 64 rows keep matrix units busy), never more than `length`."""
+    return min(chunk_size or 64, length)
+
+
+def pad_time(x_BT, *, chunk, mode="constant"):
+    """Pads axis 1 to a multiple of `chunk`. Zero keys, gates and log decays leave every state as it is."""
+    padding = [(0, 0)] * x_BT.ndim
+    padding[1] = (0, -x_BT.shape[1] % chunk)
+    return jnp.pad(x_BT, padding, mode=mode)
+
+
+def split(x_BTH, chunk):
+    """[B, T, H, ...] -> [N, B, H, C, ...], padding T with zeros."""
+    x_BTH = pad_time(x_BTH, chunk=chunk)
+    batch, time, *rest = x_BTH.shape
+    x_BNCH = x_BTH.reshape(batch, time // chunk, chunk, *rest)
+    return jnp.moveaxis(x_BNCH, (1, 3), (0, 2))
+
+
+def join(x_NBHC, length):
+    """[N, B, H, C, ...] -> [B, T, H, ...], the inverse of `split`."""
+    x_BNCH = jnp.moveaxis(x_NBHC, (0, 2), (1, 3))
+    batch, chunks, chunk, *rest = x_BNCH.shape
+    return x_BNCH.reshape(batch, chunks * chunk, *rest)[:, :length]
+
+
+def chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT, *, chunk):
+    """The `ChunkWeights` of a sequence. Decays between two tokens are summed from their own terms only:
+
+    a difference of two running sums would lose the small decays behind a large one, and would let one
+    document's gates round another's.
+    """
+    log_decay_NBHC = split(jnp.maximum(log_decay_BTH, LOG_DECAY_FLOOR), chunk)
+    beta_NBHC = split(beta_BTH, chunk)
+    segment_N1BC = _split_segments(segment_ids_BT, chunk)
+    previous_N1B1 = jnp.concatenate([segment_N1BC[:1, ..., :1], segment_N1BC[:-1, ..., -1:]])
+
+    causal_CC = jnp.tri(chunk, dtype=bool)
+    after_CC = jnp.tri(chunk, k=-1, dtype=log_decay_NBHC.dtype)
+    between_NBHCC = jnp.cumsum(log_decay_NBHC[..., None] * after_CC, axis=-2)
+    visible_NB1CC = causal_CC & (segment_N1BC[..., :, None] == segment_N1BC[..., None, :])
+    intra_NBHCC = jnp.where(visible_NB1CC, jnp.exp(between_NBHCC), 0) * beta_NBHC[..., None, :]
+
+    since_start_NBHC = between_NBHCC[..., 0] + log_decay_NBHC[..., :1]
+    enter_NBHC = jnp.where(segment_N1BC == previous_N1B1, jnp.exp(since_start_NBHC), 0)
+    return ChunkWeights(intra_NBHCC, enter_NBHC)
+
+
+def _split_segments(segment_ids_BT, chunk):
+    """[B, T] -> [N, B, 1, C]; the padding belongs to the last document, whose state it must not reset."""
+    return split(pad_time(segment_ids_BT, chunk=chunk, mode="edge")[:, :, None], chunk)
+
+
+def chunk_states(k_NBHCK, v_NBHCV, weights, initial_BHKV):
+    """States entering each chunk, [N, B, H, K, V], and the state after the last, [B, H, K, V]."""
+    weighted_NBHCK = k_NBHCK * weights.intra_NBHCC[..., -1, :, None].astype(k_NBHCK.dtype)
+    update_NBHKV = product("nbhck,nbhcv->nbhkv", weighted_NBHCK, v_NBHCV, initial_BHKV.dtype)
+
+    def carry_over(state_BHKV, inputs):
+        update_BHKV, carry_BH = inputs
+        return carry_BH[..., None, None] * state_BHKV + update_BHKV, state_BHKV
+
+    final_BHKV, states_NBHKV = jax.lax.scan(
+        carry_over, initial_BHKV, (update_NBHKV, weights.enter_NBHC[..., -1]))
+    return states_NBHKV, final_BHKV
+
+
+def read(q_NBHCK, k_NBHCK, v_NBHCV, weights, states_NBHKV):
+    """o_t = S_t^T q_t for every token, [N, B, H, C, V], in the states' dtype; linear in q."""
+    dtype, state_dtype = q_NBHCK.dtype, states_NBHKV.dtype
+    scores_NBHCC = product("nbhtk,nbhsk->nbhts", q_NBHCK, k_NBHCK, state_dtype) * weights.intra_NBHCC
+    inside_NBHCV = product("nbhts,nbhsv->nbhtv", scores_NBHCC.astype(dtype), v_NBHCV, state_dtype)
+    before_NBHCV = product("nbhtk,nbhkv->nbhtv", q_NBHCK, states_NBHKV.astype(dtype), state_dtype)
+    return inside_NBHCV + weights.enter_NBHC[..., None] * before_NBHCV
+
+
+def product(equation, a, b, dtype):
+    """An einsum accumulated in `dtype`. HIGHEST: float32 would otherwise run as TF32 or one bfloat16 pass."""
+    return jnp.einsum(equation, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype)

@@ -1,0 +1,64 @@
+"""Public `causal_conv1d` and its step: checks, defaults, choice of implementation.
+
+B batch, T time, D channels, W taps.
+"""
+
+import jax.numpy as jnp
+
+from mesanet_kernels import checks
+from mesanet_kernels.ops.causal_conv1d import reference, xla
+
+IMPLEMENTATIONS = {"reference": reference.causal_conv1d, "xla": xla.causal_conv1d}
+
+
+def causal_conv1d(x, w, bias=None, *, activation=None, segment_ids=None, initial_state=None, implementation=None):
+    """Causal depthwise convolution over time: y_t = activation(bias + sum_j w_j x_{t - W + 1 + j}).
+
+    The last tap multiplies the current token. Sums are float32. Taps do not cross documents.
+
+    Args:
+      x: [B, T, D].
+      w: [W, D].
+      bias: [D]; default 0.
+      activation: None or "silu".
+      segment_ids: int [B, T], non-decreasing.
+      initial_state: [B, W-1, D], the inputs before the first, of the first token's document. Default zero.
+      implementation: "reference", "xla", or None for the best.
+
+    Returns:
+      (y [B, T, D], final state [B, W-1, D]: the last W-1 inputs of the last document, zero where it is shorter),
+      both in x's dtype.
+
+    Raises:
+      ValueError: shapes, dtypes or an activation that do not fit. NotImplementedError: unknown implementation.
+    """
+    run = checks.choose("causal_conv1d", implementation, IMPLEMENTATIONS, best="xla")
+    sizes = checks.check_shapes("causal_conv1d", {"x": (x, "BTD"), "w": (w, "WD"), "bias": (bias, "D")})
+    segment_ids = checks.segments("causal_conv1d", segment_ids, sizes)
+    checks.check_dtypes("causal_conv1d", jnp.floating, {
+        "x": x, "w": w, "bias": bias, "initial_state": initial_state})
+    if activation not in xla.ACTIVATIONS:
+        raise ValueError(f"causal_conv1d: activation is {activation!r}; it must be one of {list(xla.ACTIVATIONS)}")
+    tail_shape = sizes["B"], sizes["W"] - 1, sizes["D"]
+    if initial_state is None:
+        initial_state = jnp.zeros(tail_shape, x.dtype)
+    if initial_state.shape != tail_shape:
+        raise ValueError(f"causal_conv1d: the state has shape {initial_state.shape};"
+                         f" it needs [B, W-1, D] = {tail_shape}")
+    bias = jnp.zeros(w.shape[1:], w.dtype) if bias is None else bias
+    return run(activation, x, w, bias, initial_state.astype(x.dtype), segment_ids)
+
+
+def causal_conv1d_step(x, w, state, *, bias=None, activation=None, implementation=None):
+    """One token of `causal_conv1d`.
+
+    Args:
+      x: [B, D]; w: [W, D]; state: [B, W-1, D], the inputs before x; bias, activation: as in `causal_conv1d`.
+
+    Returns:
+      (y [B, D], new state).
+    """
+    checks.check_shapes("causal_conv1d_step", {"x": (x, "BD")})
+    y, state = causal_conv1d(x[:, None], w, bias, activation=activation, initial_state=state,
+                             implementation=implementation)
+    return y[:, 0], state

@@ -1,0 +1,75 @@
+"""Public `gated_linear_attention` and its step: checks, defaults, choice of implementation.
+
+B batch, T time, H heads, K key size, V value size.
+"""
+
+import jax.numpy as jnp
+
+from mesanet_kernels import checks, chunks
+from mesanet_kernels.ops.gated_linear_attention import reference, xla
+
+IMPLEMENTATIONS = {"reference": reference.gated_linear_attention, "xla": xla.gated_linear_attention}
+
+
+def gated_linear_attention(q, k, v, log_decay, *, beta=None, segment_ids=None, initial_state=None, chunk_size=None,
+                           implementation=None):
+    """Linear attention with a forget gate (GLA, arXiv 2312.06635; with a scalar gate the "GLA" of MesaNet, Table 1).
+
+        S_t = exp(log_decay_t) S_{t-1} + beta_t k_t v_t^T        o_t = S_t^T q_t
+
+    All inputs have gradients, `initial_state` too; the backward pass keeps only the inputs.
+
+    Args:
+      q, k: [B, T, H, K]; q is not scaled.
+      v: [B, T, H, V].
+      log_decay: [B, T, H], at most 0 (-inf included), or [B, T, H, K], one a key channel ("reference" only).
+      beta: [B, T, H] input gate; default 1.
+      segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
+      initial_state: [B, H, K, V]; belongs to the first token's document. Default zero.
+      chunk_size: tokens computed as one dense block; does not change the result. Default 64.
+      implementation: "reference", "xla", or None for the best that supports the call.
+
+    Returns:
+      (o [B, T, H, V] in v's dtype, final state [B, H, K, V] float32).
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit. NotImplementedError: the implementation lacks what is asked.
+    """
+    best = "reference" if log_decay.ndim == 4 else "xla"
+    run = checks.choose("gated_linear_attention", implementation, IMPLEMENTATIONS, best=best)
+    sizes = _check_arrays("gated_linear_attention", "BTH", q, k, v, log_decay, beta, initial_state)
+    segment_ids = checks.segments("gated_linear_attention", segment_ids, sizes)
+    checks.check_positive("gated_linear_attention", chunk_size=chunk_size)
+
+    dtype = checks.accumulation_dtype(q, k, v)
+    beta = jnp.ones(q.shape[:3], dtype) if beta is None else beta.astype(dtype)
+    state = (jnp.zeros([sizes[axis] for axis in "BHKV"], dtype) if initial_state is None
+             else initial_state.astype(dtype))
+    return run(chunks.pick_chunk(chunk_size, sizes["T"]), q, k, v, log_decay.astype(dtype), beta, state, segment_ids)
+
+
+def gated_linear_attention_step(q, k, v, log_decay, state, *, beta=None, implementation=None):
+    """One token of `gated_linear_attention`, the same computation at T = 1.
+
+    Args:
+      q, k: [B, H, K]; v: [B, H, V]; log_decay: [B, H] or [B, H, K]; beta: [B, H]; state: [B, H, K, V].
+
+    Returns:
+      (o [B, H, V], new state).
+    """
+    _check_arrays("gated_linear_attention_step", "BH", q, k, v, log_decay, beta, state)
+    q, k, v, log_decay = (x[:, None] for x in (q, k, v, log_decay))
+    beta = None if beta is None else beta[:, None]
+    o, state = gated_linear_attention(q, k, v, log_decay, beta=beta, initial_state=state,
+                                      implementation=implementation)
+    return o[:, 0], state
+
+
+def _check_arrays(op, rows, q, k, v, log_decay, beta, state):
+    decay_axes = rows + "K" if log_decay.ndim == len(rows) + 1 else rows
+    sizes = checks.check_shapes(op, {
+        "q": (q, rows + "K"), "k": (k, rows + "K"), "v": (v, rows + "V"), "log_decay": (log_decay, decay_axes),
+        "beta": (beta, rows), "state": (state, "BHKV")})
+    checks.check_dtypes(op, jnp.floating, {
+        "q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state})
+    return sizes

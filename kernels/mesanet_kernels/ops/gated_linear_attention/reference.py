@@ -1,0 +1,29 @@
+"""Gated linear attention as it is defined: a scan over tokens, differentiated by autodiff.
+
+B batch, T time, H heads, K key size, V value size.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from mesanet_kernels.checks import accumulation_dtype
+from mesanet_kernels.recurrence import scan_tokens
+
+
+def gated_linear_attention(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH, state_BHKV, segment_ids_BT):
+    """`log_decay` is [B,T,H] or [B,T,H,K]; `chunk` does not apply."""
+    del chunk
+    dtype = accumulation_dtype(q_BTHK, k_BTHK, v_BTHV)
+    if log_decay_BTHK.ndim == 3:
+        log_decay_BTHK = log_decay_BTHK[..., None]
+
+    def step(state_BHKV, token):
+        q_BHK, k_BHK, v_BHV, log_decay_BHK, beta_BH = token
+        key_BHK1 = (beta_BH[..., None] * k_BHK)[..., None]
+        state_BHKV = jnp.exp(log_decay_BHK)[..., None] * state_BHKV + key_BHK1 * v_BHV[..., None, :]
+        o_BHV = jnp.einsum("bhk,bhkv->bhv", q_BHK, state_BHKV, precision=jax.lax.Precision.HIGHEST)
+        return state_BHKV, o_BHV
+
+    inputs = (q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH)
+    o_BTHV, state_BHKV = scan_tokens(step, state_BHKV, [x.astype(dtype) for x in inputs], segment_ids_BT)
+    return o_BTHV.astype(v_BTHV.dtype), state_BHKV

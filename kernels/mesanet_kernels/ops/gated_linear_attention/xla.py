@@ -1,0 +1,39 @@
+"""Gated linear attention with a scalar decay, chunk by chunk (mesanet.md 5), in plain XLA.
+
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
+"""
+
+from functools import partial
+
+import jax
+
+from mesanet_kernels import chunks
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated_linear_attention(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state_BHKV, segment_ids_BT):
+    """Returns (o [B,T,H,V], final state [B,H,K,V]); `api.gated_linear_attention` says what each argument is."""
+    if log_decay_BTH.ndim == 4:
+        raise NotImplementedError("gated_linear_attention: 'xla' has no decay a channel, log_decay [B, T, H, K];"
+                                  " 'reference' has")
+    length = q_BTHK.shape[1]
+    weights = chunks.chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT, chunk=chunk)
+    q_NBHCK, k_NBHCK, v_NBHCV = (chunks.split(x, chunk) for x in (q_BTHK, k_BTHK, v_BTHV))
+    states_NBHKV, final_BHKV = chunks.chunk_states(k_NBHCK, v_NBHCV, weights, state_BHKV)
+    o_NBHCV = chunks.read(q_NBHCK, k_NBHCK, v_NBHCV, weights, states_NBHKV)
+    return chunks.join(o_NBHCV, length).astype(v_BTHV.dtype), final_BHKV
+
+
+def _forward(chunk, *inputs):
+    return gated_linear_attention(chunk, *inputs), inputs
+
+
+def _backward(chunk, inputs, cotangents):
+    """Recomputes everything from the inputs: what a chunk saves is several times as large as they are."""
+    *differentiable, segment_ids_BT = inputs
+    _, gradients_of = jax.vjp(
+        lambda *xs: gated_linear_attention.fun(chunk, *xs, segment_ids_BT), *differentiable)
+    return *gradients_of(cotangents), None
+
+
+gated_linear_attention.defvjp(_forward, _backward)

@@ -1,0 +1,104 @@
+"""Cross-entropy of a tied head, a block of time steps at a time, in plain XLA.
+
+Logits exist for one block only, and the backward pass computes them again. The target's logit is picked by
+a comparison, not a gather, so that a mesh may split the vocabulary.
+
+B batch, T time, N blocks, C time steps of a block, D channels, V vocabulary.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mesanet_kernels.checks import accumulation_dtype
+from mesanet_kernels.chunks import pad_time
+
+MASKED = -1e30  # a logit of probability exactly 0; not -inf, whose differences are NaN
+
+
+class Options(NamedTuple):
+    softcap: float | None
+    vocab_size: int
+    block: int
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def softmax_cross_entropy(options, hidden_BTD, embedding_VD, targets_BT, weights_BT):
+    """Per-token loss [B, T]; `api.softmax_cross_entropy` says what each argument is."""
+    return _forward(options, hidden_BTD, embedding_VD, targets_BT, weights_BT)[0]
+
+
+def _forward(options, hidden_BTD, embedding_VD, targets_BT, weights_BT):
+    operand_VD = embedding_VD.astype(hidden_BTD.dtype)
+
+    def block_loss(_, block):
+        hidden_BCD, targets_BC = block
+        logits_BCV = _logits(options, hidden_BCD, operand_VD)
+        log_total_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+        target_BC = jnp.sum(jnp.where(_is_target(targets_BC, logits_BCV), logits_BCV, 0), axis=-1)
+        return None, (log_total_BC - target_BC, log_total_BC)
+
+    blocks = [_blocks(options, x) for x in (hidden_BTD, targets_BT)]
+    _, outputs = jax.lax.scan(block_loss, None, blocks)
+    nll_BT, log_total_BT = (_unblock(x, hidden_BTD.shape[1]) for x in outputs)
+    saved = hidden_BTD, embedding_VD, targets_BT, weights_BT, nll_BT, log_total_BT
+    return nll_BT * weights_BT, saved
+
+
+def _backward(options, saved, dloss_BT):
+    hidden_BTD, embedding_VD, targets_BT, weights_BT, nll_BT, log_total_BT = saved
+    dtype, sum_dtype = hidden_BTD.dtype, log_total_BT.dtype
+    operand_VD = embedding_VD.astype(dtype)
+
+    def block_gradient(dembedding_VD, block):
+        hidden_BCD, targets_BC, log_total_BC, scale_BC = block
+        logits_BCV = _logits(options, hidden_BCD, operand_VD)
+        probs_BCV = jnp.exp(logits_BCV - log_total_BC[..., None])
+        dlogits_BCV = scale_BC[..., None] * (probs_BCV - _is_target(targets_BC, logits_BCV))
+        if options.softcap is not None:  # d/dx of c tanh(x / c); masked logits have probability 0 already
+            dlogits_BCV *= 1 - jnp.clip(logits_BCV / options.softcap, -1, 1) ** 2
+        dlogits_BCV = dlogits_BCV.astype(dtype)
+        dhidden_BCD = _matmul("bcv,vd->bcd", dlogits_BCV, operand_VD, sum_dtype).astype(dtype)
+        return dembedding_VD + _matmul("bcv,bcd->vd", dlogits_BCV, hidden_BCD, sum_dtype), dhidden_BCD
+
+    blocks = [_blocks(options, x) for x in (hidden_BTD, targets_BT, log_total_BT, dloss_BT * weights_BT)]
+    dembedding_VD, dhidden_NBCD = jax.lax.scan(block_gradient, jnp.zeros(embedding_VD.shape, sum_dtype), blocks)
+    dhidden_BTD = _unblock(dhidden_NBCD, hidden_BTD.shape[1])
+    return dhidden_BTD, dembedding_VD.astype(embedding_VD.dtype), None, dloss_BT * nll_BT
+
+
+softmax_cross_entropy.defvjp(_forward, _backward)
+
+
+def _logits(options, hidden_BCD, embedding_VD):
+    logits_BCV = _matmul("bcd,vd->bcv", hidden_BCD, embedding_VD, accumulation_dtype(hidden_BCD))
+    if options.softcap is not None:
+        logits_BCV = options.softcap * jnp.tanh(logits_BCV / options.softcap)
+    return jnp.where(_vocabulary(logits_BCV) < options.vocab_size, logits_BCV, MASKED)
+
+
+def _is_target(targets_BC, logits_BCV):
+    return _vocabulary(logits_BCV) == targets_BC[..., None]
+
+
+def _vocabulary(logits_BCV):
+    return jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits_BCV.shape[-1]), 2)
+
+
+def _matmul(equation, a, b, dtype):
+    return jnp.einsum(equation, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype)
+
+
+def _blocks(options, x_BT):
+    """[B, T, ...] -> [N, B, C, ...]; the padding has a weight of 0."""
+    x_BT = pad_time(x_BT, chunk=options.block)
+    batch, time, *rest = x_BT.shape
+    return jnp.moveaxis(x_BT.reshape(batch, time // options.block, options.block, *rest), 1, 0)
+
+
+def _unblock(x_NBC, length):
+    x_BNC = jnp.moveaxis(x_NBC, 0, 1)
+    batch, blocks, block, *rest = x_BNC.shape
+    return x_BNC.reshape(batch, blocks * block, *rest)[:, :length]

@@ -1,0 +1,94 @@
+"""Named shapes and example inputs of every op, shared by the tests and the benchmarks.
+
+B batch, T time, H heads (query heads of attention), J key heads, K key size, V value size (vocabulary of the
+cross-entropy), D channels, W taps.
+"""
+
+import numpy as np
+
+SHAPES = {
+    "mesa": {
+        "tiny": dict(B=2, T=11, H=2, K=8, V=12),
+        "ragged": dict(B=1, T=70, H=2, K=16, V=24),
+        "demo": dict(B=8, T=256, H=4, K=32, V=32),
+        "demo_wide": dict(B=8, T=256, H=4, K=64, V=64),
+        "16x2048": dict(B=16, T=2048, H=8, K=128, V=128),
+        "4x8192": dict(B=4, T=8192, H=8, K=128, V=128),
+        "1x32768": dict(B=1, T=32768, H=8, K=128, V=128),
+    },
+    "causal_conv1d": {
+        "tiny": dict(B=2, T=11, D=6, W=4),
+        "ragged": dict(B=2, T=70, D=12, W=4),
+        "demo": dict(B=8, T=256, D=256, W=4),
+        "16x2048": dict(B=16, T=2048, D=1024, W=4),
+    },
+    "attention": {
+        "tiny": dict(B=2, T=11, H=4, J=2, K=8, V=12),
+        "ragged": dict(B=1, T=150, H=2, J=1, K=16, V=16),
+        "demo": dict(B=8, T=256, H=4, J=4, K=64, V=64),
+        "16x2048": dict(B=16, T=2048, H=8, J=8, K=128, V=128),
+    },
+    "softmax_cross_entropy": {
+        "tiny": dict(B=2, T=11, D=8, V=21),
+        "ragged": dict(B=2, T=70, D=16, V=40),
+        "demo": dict(B=8, T=256, D=256, V=512),
+        "16x2048": dict(B=16, T=2048, D=1024, V=32000),
+    },
+}
+SHAPES["gated_linear_attention"] = SHAPES["mesa"]
+
+
+def example(op, shape, *, seed=0):
+    """Inputs of `op` as a dict of numpy arrays in the order of its arguments: float32, targets int32.
+
+    Args:
+      op: a key of `SHAPES`.
+      shape: a name in `SHAPES[op]`, or a dict of sizes like those there.
+    """
+    sizes = SHAPES[op][shape] if isinstance(shape, str) else shape
+    return _EXAMPLES[op](np.random.default_rng(seed), sizes)
+
+
+def _gated_linear_attention(rng, s):
+    rows = s["B"], s["T"], s["H"]
+    return dict(q=_unit(rng, *rows, s["K"]), k=_unit(rng, *rows, s["K"]), v=_normal(rng, *rows, s["V"]),
+                log_decay=-np.exp(rng.uniform(-7, 0, rows)).astype(np.float32),
+                beta=rng.uniform(0, 1, rows).astype(np.float32))
+
+
+def _mesa(rng, s):
+    lam = rng.uniform(0.25, 1.25, (s["H"], s["K"])).astype(np.float32)
+    return dict(**_gated_linear_attention(rng, s), lam=lam)
+
+
+def _causal_conv1d(rng, s):
+    return dict(x=_normal(rng, s["B"], s["T"], s["D"]), w=_normal(rng, s["W"], s["D"]), bias=_normal(rng, s["D"]))
+
+
+def _attention(rng, s):
+    return dict(q=_normal(rng, s["B"], s["T"], s["H"], s["K"]), k=_normal(rng, s["B"], s["T"], s["J"], s["K"]),
+                v=_normal(rng, s["B"], s["T"], s["J"], s["V"]))
+
+
+def _softmax_cross_entropy(rng, s):
+    return dict(hidden=_normal(rng, s["B"], s["T"], s["D"]),
+                embedding=(_normal(rng, s["V"], s["D"]) / np.float32(np.sqrt(s["D"]))),
+                targets=rng.integers(0, s["V"], (s["B"], s["T"]), dtype=np.int32))
+
+
+def _normal(rng, *shape):
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def _unit(rng, *shape):
+    x = _normal(rng, *shape)
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+_EXAMPLES = {
+    "mesa": _mesa,
+    "gated_linear_attention": _gated_linear_attention,
+    "causal_conv1d": _causal_conv1d,
+    "attention": _attention,
+    "softmax_cross_entropy": _softmax_cross_entropy,
+}

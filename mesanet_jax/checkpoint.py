@@ -1,0 +1,114 @@
+"""Checkpoints by Orbax: asynchronous, atomic, kept by two rules, and compared leaf by leaf before anything is loaded."""
+
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from mesanet_jax import mesh as mesh_lib
+from mesanet_jax.errors import UserError
+from mesanet_jax.models import Model
+
+DIRECTORY = "checkpoints"
+SHOWN = 12  # mismatched leaves listed in an error
+
+
+class Checkpoints:
+    """The checkpoints of a workdir: a training state, and a JSON note of what it belongs to.
+
+    Parameters are an item of their own, so that evaluation reads them without the optimizer.
+    """
+
+    def __init__(self, workdir: pathlib.Path, *, keep_last: int | None = None, keep_every: int | None = None):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep_last, keep_period=keep_every)
+        handlers = {name: ocp.StandardCheckpointHandler() for name in ("params", "training")}
+        handlers["about"] = ocp.JsonCheckpointHandler()
+        directory = (workdir / DIRECTORY).resolve()
+        self._manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+
+    def steps(self) -> list[int]:
+        """Steps that are wholly written, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state, about: dict[str, Any]) -> None:
+        """Starts a save; returns once the state is copied. A failure of the save before is raised here."""
+        self._manager.check_for_errors()
+        training = {name: leaf for name, leaf in state.items() if name != "params"}
+        args = ocp.args.Composite(
+            params=ocp.args.StandardSave(state["params"]),
+            training=ocp.args.StandardSave(training),
+            about=ocp.args.JsonSave(about),
+        )
+        self._manager.save(step, args=args, force=True)
+
+    def wait(self) -> None:
+        """Returns once every started save is durable; raises what failed."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def about(self, step: int) -> dict[str, Any]:
+        """The JSON note saved with `step`."""
+        return self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+
+    def restore(self, step: int, target):
+        """The training state of `step`, laid out as `target` (shape structs with shardings) asks."""
+        training = {name: leaf for name, leaf in target.items() if name != "params"}
+        items = self._restore(step, {"params": target["params"], "training": training})
+        return {**items["training"], "params": items["params"]}
+
+    def restore_params(self, step: int, target):
+        """The parameters of `step` alone."""
+        return self._restore(step, {"params": target})["params"]
+
+    def _restore(self, step: int, targets: dict[str, Any]):
+        metadata = self._manager.item_metadata(step)
+        for name, target in targets.items():
+            if problems := differences(metadata[name], target):
+                more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+                raise UserError(f"checkpoint {step} does not fit this model: {'; '.join(problems[:SHOWN])}{more}")
+        args = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
+        return self._manager.restore(step, args=ocp.args.Composite(**args))
+
+
+def differences(saved, target) -> list[str]:
+    """Each leaf whose path, shape or dtype differs between two trees, as one phrase."""
+    before, now = _leaves(saved), _leaves(target)
+    lines = []
+    for path in sorted(before.keys() | now.keys()):
+        if path not in now:
+            lines.append(f"{path} {before[path]} is only in the checkpoint")
+        elif path not in before:
+            lines.append(f"{path} {now[path]} is only in the model")
+        elif before[path] != now[path]:
+            lines.append(f"{path} is {before[path]} in the checkpoint, {now[path]} in the model")
+    return lines
+
+
+def _leaves(tree) -> dict[str, str]:
+    """{path: dtype[shape]}; a path is spelt alike for dicts, tuples and named tuples, as Orbax's metadata has them."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))
+    spell = lambda entry: str(next(getattr(entry, name) for name in ("key", "name", "idx") if hasattr(entry, name)))
+    return {"/".join(map(spell, path)): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in flat}
+
+
+def restore_params(workdir: pathlib.Path, model: Model, mesh: jax.sharding.Mesh, *, step: int | None = None):
+    """The parameters (alone) of a workdir's checkpoint, the newest unless `step` names one: (params, step).
+
+    Raises:
+      UserError: no checkpoint there, not that step, or a tree that does not fit the model.
+    """
+    if not (workdir / DIRECTORY).is_dir():
+        raise UserError(f"{workdir}: no checkpoints here; train first with mesanet_jax.train --workdir={workdir}")
+    checkpoints = Checkpoints(workdir)
+    steps = checkpoints.steps()
+    if not steps or (step is not None and step not in steps):
+        wanted = "no finished checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise UserError(f"{workdir}: {wanted}; there are {steps or 'none'}")
+    chosen = steps[-1] if step is None else step
+    target = mesh_lib.with_shardings(model.shapes, mesh_lib.shardings(model.axes, model.shapes, mesh))
+    params = checkpoints.restore_params(chosen, target)
+    checkpoints.close()
+    return params, chosen

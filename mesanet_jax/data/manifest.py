@@ -1,0 +1,87 @@
+"""The manifest of a prepared directory: what the rows are, where they came from, and their fingerprint."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import ml_collections
+
+from mesanet_jax.data.files import Directory
+from mesanet_jax.data.problems import Problems
+from mesanet_jax.data.tokenizer import Tokenizer
+from mesanet_jax.errors import UserError
+
+VERSION = 1
+NAME = "manifest.json"
+_COUNTS = ("documents", "text_bytes", "tokens", "rows")
+
+
+def build(
+    records: Sequence[dict[str, Any]], *, config: ml_collections.ConfigDict, settings: dict[str, Any], tokens: Tokenizer
+) -> dict[str, Any]:
+    """The manifest of finished units' records, in order. Raises UserError for a split without documents."""
+    problems = Problems(on_error="skip", max_errors=sys.maxsize)
+    splits: dict[str, dict[str, Any]] = {}
+    for record in records:
+        problems.merge(record["problems"])
+        for split, counts in record["splits"].items():
+            total = splits.setdefault(split, {"shards": [], **dict.fromkeys(_COUNTS, 0)})
+            total["shards"].append(counts["shard"])
+            for key in _COUNTS:
+                total[key] += counts[key]
+    for split, total in splits.items():
+        total["padding_tokens"] = total["rows"] * (config.seq_len + 1) - total["tokens"]
+        if not total["documents"]:
+            raise UserError(f"{config.output}: there are no documents for the {split} split; {problems}")
+    special = {name: getattr(tokens, name) for name in ("bos_id", "eos_id", "pad_id")}
+    described = {
+        "version": VERSION,
+        "seq_len": config.seq_len,
+        "vocab_size": tokens.vocab_size,
+        "bos": config.bos,
+        "eos": config.eos,
+        "tokenizer": {"kind": config.tokenizer.kind, "hash": tokens.hash, **special},
+        "splits": splits,
+        "problems": problems.record(),
+        "settings": settings,
+    }
+    return described | {"fingerprint": fingerprint(described)}
+
+
+def fingerprint(manifest: dict[str, Any]) -> str:
+    """sha256 of what determines the rows and their meaning; where they came from and where they lie does not matter."""
+    shards = {
+        split: [[shard["rows"], shard["sha256"]] for shard in record["shards"]]
+        for split, record in manifest["splits"].items()
+    }
+    meaning = [manifest[key] for key in ("version", "seq_len", "vocab_size", "bos", "eos")]
+    return digest([meaning, manifest["tokenizer"]["hash"], shards])
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def encode(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def read(directory: Directory) -> dict[str, Any]:
+    """The manifest of a finished preparation. Raises UserError where it is missing, broken or of another version."""
+    where = f"{directory.path}/{NAME}"
+    content = directory.read(NAME)
+    if content is None:
+        raise UserError(f"{where}: missing; prepare the data first, or rerun an interrupted `python -m mesanet_jax.prepare`")
+    try:
+        manifest = json.loads(content)
+        version = manifest["version"]
+        intact = version != VERSION or fingerprint(manifest) == manifest["fingerprint"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{where}: not a manifest ({type(error).__name__}: {error}); delete it and rerun prepare") from error
+    if version != VERSION:
+        raise UserError(f"{where}: version {version}, this program reads {VERSION}; prepare the data again")
+    if not intact:
+        raise UserError(f"{where}: its fingerprint does not fit its content; delete it and rerun prepare")
+    return manifest

@@ -1,0 +1,74 @@
+"""Packed rows: documents put end to end and cut into rows of fixed length, with every boundary kept.
+
+L: tokens in a row, seq_len + 1 (inputs and targets overlap in all but one)   N: tokens   R: rows
+
+A document longer than a row goes on in the next one, so no token is lost, and only the last row of a stream is padded.
+A stored row is self-contained: its tokens, one bit a token saying "a document starts here", and how many are valid.
+"""
+
+import numpy as np
+
+
+def row_dtype(*, seq_len: int, vocab_size: int) -> np.dtype:
+    """The stored form of one row of seq_len + 1 tokens."""
+    length = seq_len + 1
+    token = "<u2" if vocab_size <= 1 << 16 else "<u4"
+    return np.dtype([("tokens", token, (length,)), ("starts", "u1", (-(-length // 8),)), ("length", "<u4")])
+
+
+class Packer:
+    """Cuts a stream of documents into rows as they fill up."""
+
+    def __init__(self, dtype: np.dtype, *, pad_id: int):
+        self._dtype = dtype
+        self._row_length = dtype["tokens"].shape[0]
+        self._pad_id = pad_id
+        self._tokens: list[np.ndarray] = []
+        self._starts: list[int] = []
+        self._pending = 0
+
+    def add(self, tokens_N: np.ndarray, *, starts: bool = True) -> None:
+        """Appends a document, or with starts=False more of the one before."""
+        if starts and len(tokens_N):
+            self._starts.append(self._pending)
+        self._tokens.append(tokens_N)
+        self._pending += len(tokens_N)
+
+    def take(self) -> np.ndarray:
+        """The rows that are full, [R] of the row dtype; the rest stays."""
+        count = self._pending // self._row_length
+        return self._cut(count)
+
+    def flush(self) -> np.ndarray:
+        """All that is left, the last row padded."""
+        return self._cut(-(-self._pending // self._row_length))
+
+    def _cut(self, count: int) -> np.ndarray:
+        size = count * self._row_length
+        valid = min(size, self._pending)
+        tokens_N = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int32)
+        padded_N = np.full(size, self._pad_id)
+        padded_N[:valid] = tokens_N[:valid]
+        starts_N = np.zeros(size, bool)
+        starts_N[[position for position in self._starts if position < size]] = True
+        rows = np.zeros(count, self._dtype)
+        rows["tokens"] = padded_N.reshape(count, self._row_length)
+        rows["starts"] = np.packbits(starts_N.reshape(count, self._row_length), axis=1, bitorder="little")
+        rows["length"] = np.minimum(valid - np.arange(count) * self._row_length, self._row_length)
+        self._tokens = [tokens_N[valid:].copy()]
+        self._starts = [position - size for position in self._starts if position >= size]
+        self._pending -= valid
+        return rows
+
+
+def starts(rows_R: np.ndarray) -> np.ndarray:
+    """Where documents start, bool [R, L]."""
+    length = rows_R.dtype["tokens"].shape[0]
+    return np.unpackbits(rows_R["starts"], axis=1, count=length, bitorder="little").astype(bool)
+
+
+def documents(rows_R: np.ndarray) -> list[np.ndarray]:
+    """The token arrays of the documents in consecutive rows; the first may be the end of one begun earlier."""
+    valid_RL = np.arange(rows_R.dtype["tokens"].shape[0]) < rows_R["length"][:, None]
+    cuts = np.flatnonzero(starts(rows_R)[valid_RL])
+    return [part for part in np.split(rows_R["tokens"][valid_RL], cuts) if len(part)]

@@ -1,0 +1,107 @@
+"""Samples text from a checkpoint: `python -m mesanet_jax.generate --workdir=DIR --prompt="It is a truth"`
+
+The text goes to stdout as it is drawn, what was measured to stderr. The same seed gives the same text, and a sample
+does not depend on how many are drawn. `--prompt=-` reads the prompt from stdin; an empty one begins a document.
+"""
+
+import argparse
+import itertools
+import pathlib
+import sys
+import time
+from collections.abc import Iterator
+
+import jax
+
+from mesanet_jax import checkpoint, cli, models, workdir
+from mesanet_jax import mesh as mesh_lib
+from mesanet_jax.data.rows import PackedRows
+from mesanet_jax.errors import UserError
+from mesanet_jax.evaluate import check_tokenizer
+from mesanet_jax.sampling import Sampler, Sampling, StreamDecoder, state_bytes
+
+
+def main(argv: list[str]) -> None:
+    flags = cli.parser(__doc__)
+    flags.add_argument("--workdir", required=True, type=pathlib.Path, help="of a run of mesanet_jax.train")
+    flags.add_argument("--step", type=int, help="checkpoint to sample from; default: the newest")
+    flags.add_argument("--prompt", default="", help="text to continue; -: from stdin")
+    flags.add_argument("--prompt_file", type=pathlib.Path, help="file with the text to continue")
+    flags.add_argument("--max_tokens", type=int, default=200, help="tokens drawn at most (default: %(default)s)")
+    flags.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default: %(default)s)")
+    flags.add_argument("--top_k", type=int, default=0, help="draw from so many likeliest tokens; 0: from all")
+    flags.add_argument("--top_p", type=float, default=1.0, help="draw from the fewest tokens of this probability")
+    flags.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    flags.add_argument("--num_samples", type=int, default=1, help="texts to draw (default: %(default)s)")
+    flags.add_argument("--prefill_chunk", type=int, default=256, help="prompt tokens read at once (default: %(default)s)")
+    args, overrides = cli.parse(flags, argv)
+    for name in ("max_tokens", "num_samples", "prefill_chunk"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name}={getattr(args, name)}: must be at least 1")
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    generate(args, workdir.load(args.workdir, overrides), sampling, read_prompt(args))
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The text of --prompt or --prompt_file."""
+    if args.prompt_file is None:
+        return sys.stdin.read() if args.prompt == "-" else args.prompt
+    if args.prompt:
+        raise UserError("--prompt and --prompt_file: give one of them")
+    try:
+        return args.prompt_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompt_file={args.prompt_file}: {error}") from error
+
+
+def generate(args: argparse.Namespace, config, sampling: Sampling, text: str) -> None:
+    """Prints `text` and its continuations, drawn one after another from one prefilled state."""
+    rows = PackedRows(config.data.path, config.data.split)
+    prompt = prompt_ids(rows, text)
+    stops = {rows.tokenizer.bos_id} | ({rows.tokenizer.eos_id} if rows.manifest["eos"] else set())
+    mesh = mesh_lib.make_mesh((1, 1, 1), jax.devices()[:1])
+    model = models.build(config.model)
+    with jax.set_mesh(mesh):
+        params, step = checkpoint.restore_params(args.workdir, model, mesh, step=args.step)
+        check_tokenizer(rows, args.workdir, step=step)
+        sampler = Sampler(model, sampling)
+        logits_BV, state = sampler.prefill(
+            params, prompt, max_length=len(prompt) + args.max_tokens, chunk=args.prefill_chunk
+        )  # fmt: skip
+        for sample in range(args.num_samples):
+            if args.num_samples > 1:
+                print(f"--- sample {sample + 1} of {args.num_samples}")
+            print(text, end="", flush=True)
+            key = jax.random.fold_in(jax.random.key(args.seed), sample)
+            drawn = itertools.islice(sampler.tokens(params, logits_BV, state, key), args.max_tokens)
+            speed = stream(itertools.takewhile(lambda token: token not in stops, drawn), StreamDecoder(rows.tokenizer.decode, prompt))
+            print()
+            print(f"{speed}; state {state_bytes(state):,} bytes a sequence; step {step}", file=sys.stderr)
+
+
+def prompt_ids(rows: PackedRows, text: str) -> list[int]:
+    """The prompt as training documents begin: BOS first, where the data have it."""
+    ids = rows.tokenizer.encode([text])[0].tolist()
+    if rows.manifest["bos"]:
+        ids.insert(0, rows.tokenizer.bos_id)
+    if not ids:
+        raise UserError("--prompt: is empty, and these data have no BOS to begin a document with")
+    return ids
+
+
+def stream(tokens: Iterator[int], decoder: StreamDecoder) -> str:
+    """Prints the text of `tokens` as it becomes certain; returns how fast they came, compilation left out."""
+    count, began = 0, 0.0
+    for token in tokens:
+        print(decoder.push(token), end="", flush=True)
+        count += 1
+        if count == 1:
+            began = time.monotonic()
+    print(decoder.finish(), end="", flush=True)
+    if count < 2:
+        return f"{count} tokens"
+    return f"{count} tokens, {(count - 1) / (time.monotonic() - began):.1f} tokens/s after the first"
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,19 @@
+"""The sequence mixers by name: what `model.pattern` may list.
+
+A mixer is an `nnx.Module` with the options it declares in `FIELDS` and four calls that compute the same function:
+
+    __call__(x_BTD, segment_ids_BT) -> y_BTD                 whole rows, documents kept apart (training)
+    init_state(batch, max_length=, dtype=) -> state          the memory of an empty past
+    extend(x_BTD, state) -> (y_BTD, state)                   a chunk of one document (prefill)
+    step(x_BD, state) -> (y_BD, state)                       one token (decoding)
+
+and `flops_per_token(seq_len)`, its `Flops`, and `check(model)`, which refuses impossible options. Adding one is a file here, a line below and a config.
+"""
+
+from mesanet_jax.mixers.attention import Attention
+from mesanet_jax.mixers.mesa import Mesa
+
+MIXERS = {
+    "attention": Attention,
+    "mesa": Mesa,
+}

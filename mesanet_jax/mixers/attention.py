@@ -1,0 +1,88 @@
+"""Causal softmax attention with rotary positions, full or in a sliding window, heads optionally grouped.
+
+B batch, T time, D model width, H query heads, G key/value heads, K head size, S cache slots.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from mesanet_kernels import attention, attention_extend, attention_step, init_attention_state
+
+from mesanet_jax.errors import UserError
+from mesanet_jax.flops import Flops, products
+from mesanet_jax.layers import Linear, fan_in_normal, rotary
+from mesanet_jax.schema import Field
+
+
+class Attention(nnx.Module):
+    """The softmax baseline of the MesaNet paper (section 4): multi-head attention, RoPE, no biases."""
+
+    FIELDS = {
+        "kv_heads": Field(None, "key/value heads, a divisor of model.heads; none: one a query head", kind=int, fixed=True),
+        "rope_base": Field(10_000.0, "base of the rotary frequencies; the paper does not state its own", fixed=True),
+        "window": Field(None, "tokens that a token sees, itself included; none: all", kind=int, at_least=1, fixed=True),
+        "implementation": Field(None, "attention backend of the kernel library; none: the best that applies", kind=str),
+    }
+
+    @staticmethod
+    def check(model) -> None:
+        kv_heads = model.attention.kv_heads or model.heads
+        if model.heads % kv_heads:
+            raise UserError(f"config.model.attention.kv_heads={kv_heads}: must divide config.model.heads={model.heads}")
+        if model.head_dim % 2:
+            raise UserError(f"config.model.head_dim={model.head_dim}: rotary positions need an even size")
+
+    def __init__(self, model, *, rngs: nnx.Rngs):
+        options = model.attention
+        self.heads, self.head_dim = model.heads, model.head_dim
+        self.kv_heads = options.kv_heads or model.heads
+        self.rope_base, self.window, self.implementation = options.rope_base, options.window, options.implementation
+        width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.query = Linear(model.dim, width, axes=("embed", "heads"), rngs=rngs)
+        self.key = Linear(model.dim, kv_width, axes=("embed", "heads"), rngs=rngs)
+        self.value = Linear(model.dim, kv_width, axes=("embed", "heads"), rngs=rngs)
+        out_init = fan_in_normal(model.residual_init_scale / model.layers)
+        self.out = Linear(width, model.dim, axes=("heads", "embed"), rngs=rngs, init=out_init)
+
+    def _project(self, x_BTD, positions_T):
+        """Rotated queries [B,T,H,K] and keys [B,T,G,K], values [B,T,G,K]."""
+        batch, time, _ = x_BTD.shape
+        q_BTHK = self.query(x_BTD).reshape(batch, time, self.heads, self.head_dim)
+        k_BTGK = self.key(x_BTD).reshape(batch, time, self.kv_heads, self.head_dim)
+        v_BTGK = self.value(x_BTD).reshape(batch, time, self.kv_heads, self.head_dim)
+        rotate = lambda x: rotary(x, positions_T, base=self.rope_base)
+        return rotate(q_BTHK), rotate(k_BTGK), v_BTGK
+
+    def _merge(self, o_BTHK):
+        return self.out(o_BTHK.reshape(*o_BTHK.shape[:-2], -1))
+
+    def __call__(self, x_BTD, segment_ids_BT):
+        # Rotary scores depend on the distance of two tokens alone, so positions need not restart in a document.
+        q_BTHK, k_BTGK, v_BTGK = self._project(x_BTD, jnp.arange(x_BTD.shape[1]))
+        o_BTHK = attention(
+            q_BTHK, k_BTGK, v_BTGK,
+            window=self.window, segment_ids=segment_ids_BT, implementation=self.implementation,
+        )  # fmt: skip
+        return self._merge(o_BTHK)
+
+    def init_state(self, batch: int, *, max_length: int, dtype):
+        """A cache of `max_length` tokens, or of the window where that is shorter."""
+        slots = min(max_length, self.window or max_length)
+        return init_attention_state(batch, self.kv_heads, slots, self.head_dim, self.head_dim, dtype)
+
+    def extend(self, x_BTD, state):
+        positions_T = state.next_position + jnp.arange(x_BTD.shape[1])
+        q_BTHK, k_BTGK, v_BTGK = self._project(x_BTD, positions_T)
+        o_BTHK, state = attention_extend(q_BTHK, k_BTGK, v_BTGK, state, window=self.window)
+        return self._merge(o_BTHK), state
+
+    def step(self, x_BD, state):
+        q_BTHK, k_BTGK, v_BTGK = self._project(x_BD[:, None], state.next_position[None])
+        o_BHK, state = attention_step(q_BTHK[:, 0], k_BTGK[:, 0], v_BTGK[:, 0], state, window=self.window)
+        return self._merge(o_BHK), state
+
+    def flops_per_token(self, seq_len: int) -> Flops:
+        """Projections, and QK^T and AV over the mean causal context."""
+        dim, width, kv_width = self.out.kernel.shape[-1], self.heads * self.head_dim, self.kv_heads * self.head_dim
+        span = min(self.window or seq_len, seq_len)
+        context = span - span * (span - 1) / (2 * seq_len)  # mean number of tokens seen, exact for a causal window
+        return products(2 * dim * (2 * width + 2 * kv_width) + 4 * width * context)

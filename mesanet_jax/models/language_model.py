@@ -1,0 +1,126 @@
+"""The language model: scaled embedding, scanned blocks, final norm, soft-capped head, loss, and decoding.
+
+B batch, T time, D model width, V vocabulary (padded to a multiple for sharding).
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from mesanet_kernels import softmax_cross_entropy
+
+from mesanet_jax.flops import Flops, products
+from mesanet_jax.mesh import constrain
+from mesanet_jax.models.block import ACTIVATION, Group
+from mesanet_jax.layers import RMSNorm, fan_in_normal, param, stack
+from mesanet_jax.models.remat import remat
+from mesanet_jax.schema import Field
+
+
+class LanguageModel(nnx.Module):
+    """The backbone of the MesaNet paper (appendix E, G) around any mixers."""
+
+    FIELDS = {
+        "vocab_size": Field(50_257, "tokens of the tokenizer; must be that of the data", at_least=2, fixed=True),
+        "vocab_multiple": Field(128, "the vocabulary is padded to a multiple of this; padding has no loss and no probability", at_least=1, fixed=True),
+        "dim": Field(768, "width of the residual stream", at_least=1, fixed=True),
+        "layers": Field(14, "blocks, a multiple of the pattern's length", at_least=1, fixed=True),
+        "heads": Field(6, "heads of the mixer", at_least=1, fixed=True),
+        "head_dim": Field(128, "size of a head's keys, queries and values", at_least=1, fixed=True),
+        "mlp_ratio": Field(3.0, "feed-forward width over dim, for each of SwiGLU's two branches", fixed=True),
+        "norm_eps": Field(1e-6, "epsilon of every RMSNorm", fixed=True),
+        "logit_softcap": Field(30.0, "c in c tanh(logits / c); none: no cap", kind=float, fixed=True),
+        "tie_embeddings": Field(True, "the head is the embedding, transposed", fixed=True),
+        "residual_init_scale": Field(2.0, "variance of weights into the residual stream, times layers times fan-in", fixed=True),
+        "reset_at_documents": Field(True, "no state, tap or attention crosses a document; the paper lets them cross", fixed=True),
+        "compute_dtype": Field("bfloat16", "dtype of activations; parameters are float32", choices=("bfloat16", "float32")),
+        "remat": Field("mixer", "what the backward pass recomputes", choices=("none", "matmuls", "mixer", "full")),
+    }  # fmt: skip
+
+    def __init__(self, model, *, rngs: nnx.Rngs):
+        self.vocab_size = model.vocab_size
+        padded = -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
+        self.softcap, self.remat = model.logit_softcap, model.remat
+        self.resets, self.dtype = model.reset_at_documents, jnp.dtype(model.compute_dtype)
+        # Fan-in init (std 1/sqrt(D)) and a sqrt(D) on the way in give the stream unit variance (appendix G).
+        table = lambda: param(rngs, _table_init, (padded, model.dim), ("vocab", "embed"))
+        self.embedding = table()
+        self.head = None if model.tie_embeddings else table()
+        self.groups = stack(lambda rngs: Group(model, rngs=rngs), model.layers // len(model.pattern), rngs=rngs)
+        self.final_norm = RMSNorm(model.dim, rngs=rngs, eps=model.norm_eps)
+
+    def _embed(self, tokens):
+        scale = self.embedding[...].shape[-1] ** 0.5
+        return self.embedding[...].astype(self.dtype)[tokens] * jnp.asarray(scale, self.dtype)
+
+    def _head(self):
+        return (self.embedding if self.head is None else self.head)[...]
+
+    def hidden(self, tokens_BT, segment_ids_BT):
+        """The normed stream before the head, [B,T,D]."""
+        if not self.resets:
+            segment_ids_BT = jnp.zeros_like(segment_ids_BT)
+        graphdef, stacked = nnx.split(self.groups)
+
+        def group(x_BTD, params):
+            return nnx.merge(graphdef, params)(x_BTD, segment_ids_BT), None
+
+        x_BTD = constrain(self._embed(tokens_BT), ACTIVATION)
+        x_BTD, _ = jax.lax.scan(remat(group, self.remat), x_BTD, stacked)
+        return self.final_norm(x_BTD)
+
+    def loss(self, batch):
+        """Negative log-likelihood in nats of each target, [B,T] float32, zero where its weight is zero."""
+        hidden_BTD = self.hidden(batch["inputs"], batch["segment_ids"])
+        return softmax_cross_entropy(
+            hidden_BTD, self._head(), batch["targets"],
+            softcap=self.softcap, weights=batch["weights"], vocab_size=self.vocab_size,
+        )  # fmt: skip
+
+    def logits(self, hidden):
+        """Soft-capped float32 logits over the true vocabulary."""
+        head_VD = self._head()[: self.vocab_size].astype(hidden.dtype)
+        logits = jnp.einsum("...d,vd->...v", hidden, head_VD, preferred_element_type=jnp.float32)
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
+
+    def init_state(self, batch: int, *, max_length: int):
+        """The decoding state of an empty past, every leaf stacked over the groups."""
+        graphdef, stacked = nnx.split(self.groups)
+
+        def state(params):
+            return nnx.merge(graphdef, params).init_state(batch, max_length=max_length, dtype=self.dtype)
+
+        return jax.vmap(state)(stacked)
+
+    def extend(self, tokens_BT, state):
+        """Reads T tokens of one document: (logits [B,T,V] float32, state)."""
+        return self._decode("extend", tokens_BT, state)
+
+    def step(self, tokens_B, state):
+        """Reads one token: (logits [B,V] float32, state)."""
+        return self._decode("step", tokens_B, state)
+
+    def _decode(self, call: str, tokens, state):
+        graphdef, stacked = nnx.split(self.groups)
+
+        def group(x, params_and_state):
+            params, state = params_and_state
+            return getattr(nnx.merge(graphdef, params), call)(x, state)
+
+        x, state = jax.lax.scan(group, self._embed(tokens), (stacked, state))
+        return self.logits(self.final_norm(x)), state
+
+    def flops_per_token(self, seq_len: int) -> Flops:
+        """FLOPs of one token in a row of `seq_len`: head included, embedding look-up not counted."""
+        graphdef, stacked = nnx.split(self.groups)
+        count = jax.tree.leaves(stacked)[0].shape[0]
+        one = nnx.merge(graphdef, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked))
+        return one.flops_per_token(seq_len) * count + products(2 * self.vocab_size * self.embedding.shape[-1])
+
+    def padding_parameters(self) -> int:
+        """Parameters in rows that only pad the vocabulary."""
+        padded, dim = self.embedding.shape
+        return (padded - self.vocab_size) * dim * (1 if self.head is None else 2)
+
+
+def _table_init(key, shape, dtype):
+    return jax.random.normal(key, shape, dtype) / jnp.sqrt(shape[-1]).astype(dtype)

@@ -1,0 +1,89 @@
+"""The console of a long run: a live bar on a terminal, one plain line an update anywhere else."""
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+
+from tqdm import tqdm
+
+# What the console shows, in this order; everything else goes to the trackers only.
+FORMATS = {
+    "loss": lambda value: f"loss {value:.4f}",
+    "validation_loss": lambda value: f"validation loss {value:.4f}",
+    "validation_bits_per_byte": lambda value: f"validation {value:.4f} bits/byte",
+    "tokens_per_second": lambda value: f"{short_number(value)} tokens/s",
+    "mfu": lambda value: f"MFU {100 * value:.1f} %",
+}
+
+
+class Progress:
+    """Steps of a run on the console, from `start` to `total`.
+
+    `enabled=False` (processes other than 0) shows nothing; `live=False` gives plain lines on a terminal too.
+    """
+
+    def __init__(self, total: int, *, start: int = 0, enabled: bool = True, live: bool = True):
+        self._total, self._start, self._enabled = total, start, enabled
+        self._since = time.monotonic()
+        self._bar = None
+        if enabled and live and sys.stdout.isatty():
+            self._bar = tqdm(
+                total=total, initial=start, file=sys.stdout, dynamic_ncols=True,
+                bar_format="step {n_fmt}/{total_fmt} {bar} {postfix}  ETA {remaining}",
+            )  # fmt: skip
+
+    def update(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Shows completed update `step` and those of its scalars that are in FORMATS."""
+        if not self._enabled:
+            return
+        shown = "  ".join(form(scalars[name]) for name, form in FORMATS.items() if name in scalars)
+        if self._bar is None:
+            width = len(str(self._total))
+            self.message(f"step {step:>{width}}/{self._total}  {shown}  ETA {self._remaining(step)}")
+        else:
+            self._bar.set_postfix_str(shown, refresh=False)
+            self._bar.update(step - self._bar.n)
+            self._bar.refresh()
+
+    def message(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if self._enabled:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()  # a redirected log must not lag by a buffer
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+    def _remaining(self, step: int) -> str:
+        done = step - self._start
+        if done <= 0:
+            return "?"
+        return duration((time.monotonic() - self._since) / done * (self._total - step))
+
+
+def duration(seconds: float) -> str:
+    """'42s', '3m05s', '2h07m'."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def short_number(value: float) -> str:
+    """'950', '12.3k', '1.20M': three significant digits."""
+    if not math.isfinite(value) or value < 1000:
+        return f"{value:.0f}"
+    for unit in ("k", "M", "G", "T"):
+        value /= 1000
+        if value < 999.5:
+            break
+    return f"{value:#.3g}".rstrip(".") + unit

@@ -1,0 +1,187 @@
+"""Declared configs: every field has a default, a type and one sentence, and nothing else is accepted.
+
+A schema is a nested dict of `Field`s. From it come an `ml_collections.ConfigDict` (locked, so a config file cannot
+invent keys), the parsing of `--config.a.b=value` overrides, and the one-line errors. Knows no model and no jax.
+"""
+
+import ast
+import dataclasses
+import difflib
+import importlib.util
+import json
+import pathlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+
+from mesanet_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One declared config field.
+
+    `kind` is the value's type when `default` is None; `fixed` marks what a resumed run may not change;
+    `at_least` is an inclusive lower bound.
+    """
+
+    default: Any
+    doc: str
+    kind: type | None = None
+    choices: tuple = ()
+    at_least: float | None = None
+    fixed: bool = False
+
+    @property
+    def type(self) -> type:
+        return self.kind or type(self.default)
+
+    @property
+    def optional(self) -> bool:
+        return self.kind is not None
+
+
+Schema = Mapping[str, "Field | Schema"]
+
+
+def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
+    """{'a': {'b': 1}} -> {'a.b': 1}, for schemas, configs and plain dicts alike."""
+    flat = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, (Mapping, ml_collections.ConfigDict)):
+            flat.update(flatten(value, f"{path}."))
+        else:
+            flat[path] = value
+    return flat
+
+
+def build(schema: Schema) -> ml_collections.ConfigDict:
+    """The locked ConfigDict of a schema's defaults."""
+
+    def values(node: Schema) -> dict:
+        return {key: _initial(item) if isinstance(item, Field) else values(item) for key, item in node.items()}
+
+    return ml_collections.ConfigDict(values(schema)).lock()
+
+
+def _initial(field: Field) -> Any:
+    if not field.optional:
+        return field.default
+    reference = ml_collections.config_dict.placeholder(field.type)
+    if field.default is not None:
+        reference.set(field.default)
+    return reference
+
+
+def unknown_key(path: str, known: Mapping[str, Any], *, prefix: str) -> UserError:
+    """The error for a field nobody declared, with the nearest declared one."""
+    leaf = path.rsplit(".", 1)[-1]
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
+    near = near or [key for key in known if key.rsplit(".", 1)[-1] == leaf][:1]
+    near = near or difflib.get_close_matches(leaf, [key.rsplit(".", 1)[-1] for key in known], n=1)
+    hint = f"did you mean {prefix}{near[0]}?" if near else f"fields: {', '.join(sorted(known)[:12])}, ..."
+    return UserError(f"{prefix}{path}: no such field; {hint}")
+
+
+def parse(field: Field, text: str, *, path: str) -> Any:
+    """The value of an override's text, by the field's declared type."""
+    if field.optional and text.lower() in ("none", "null", ""):
+        return None
+    try:
+        return _PARSERS[field.type](text)
+    except (ValueError, SyntaxError):
+        wanted = {int: "a whole number", float: "a number", bool: "true or false", tuple: "a list like a,b"}
+        raise UserError(f"--config.{path}={text}: needs {wanted[field.type]}") from None
+
+
+def _parse_int(text: str) -> int:
+    number = float(text) if "e" in text.lower() else int(text)
+    if number != int(number):
+        raise ValueError(text)
+    return int(number)
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in _BOOLEANS:
+        raise ValueError(text)
+    return _BOOLEANS[text.lower()]
+
+
+def _parse_tuple(text: str) -> tuple:
+    inner = text.strip().strip("()[]").rstrip(",")
+    return tuple(_literal(item.strip()) for item in inner.split(",")) if inner else ()
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_PARSERS = {int: _parse_int, float: float, bool: _parse_bool, str: str, tuple: _parse_tuple}
+
+
+def check(config: ml_collections.ConfigDict, schema: Schema, *, prefix: str = "config.") -> None:
+    """Every declared field present, no other, each within its choices and bounds."""
+    fields, values = flatten(schema), flatten(config)
+    for path, value in values.items():
+        if path not in fields:
+            raise unknown_key(path, fields, prefix=prefix)
+        field = fields[path]
+        if value is None and field.optional:
+            continue
+        if not isinstance(value, (int, float) if field.type is float else field.type):
+            raise UserError(f"{prefix}{path}={value!r}: needs {field.type.__name__}")
+        if field.choices and value not in field.choices:
+            raise UserError(f"{prefix}{path}={value}: choose one of {', '.join(map(str, field.choices))}")
+        if field.at_least is not None and value < field.at_least:
+            raise UserError(f"{prefix}{path}={value}: must be at least {field.at_least}")
+    missing = sorted(set(fields) - set(values))
+    if missing:
+        raise UserError(f"{prefix}{missing[0]}: missing from this config")
+
+
+def load_file(spec: str) -> ml_collections.ConfigDict:
+    """The config of `path.py` or `path.py:argument` (its `get_config`)."""
+    name, _, argument = spec.partition(":")
+    path = pathlib.Path(name)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else "; shipped configs are in configs/"
+        raise UserError(f"--config={spec}: no file {name}{hint}")
+    module_spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
+    if module_spec is None:
+        raise UserError(f"--config={spec}: {name} is not a Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    root = str(path.resolve().parent.parent)  # so that a config file may import its neighbours as `configs.x`
+    sys.path.insert(0, root)
+    try:
+        module_spec.loader.exec_module(module)
+        return module.get_config(argument) if argument else module.get_config()
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        text = str(error).strip("'\"").splitlines()[0]
+        raise UserError(f"--config={spec}: {type(error).__name__}: {text}") from error
+    finally:
+        sys.path.remove(root)
+
+
+def to_json(config: ml_collections.ConfigDict) -> str:
+    return json.dumps(config.to_dict(), indent=2) + "\n"
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """A saved config as flat {path: value}; lists become tuples again."""
+    flat = flatten(json.loads(path.read_text()))
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in flat.items()}
+
+
+def describe(schema: Schema) -> str:
+    """One line a field: name, default, sentence. What `--help-config` prints."""
+    fields = flatten(schema)
+    width = max(map(len, fields))
+    return "\n".join(f"{path:{width}}  {field.default!r:>12}  {field.doc}" for path, field in fields.items())

@@ -1,0 +1,146 @@
+"""One update as a pure function, and how it is compiled onto a mesh.
+
+A rows accumulated one after another, B rows of the batch, T time.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mesanet_jax import mesh as mesh_lib
+from mesanet_jax import optimizer as optimizer_lib
+from mesanet_jax.errors import UserError
+from mesanet_jax.models import Model
+
+BATCH = {"inputs": jnp.int32, "targets": jnp.int32, "segment_ids": jnp.int32, "weights": jnp.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The run's compiled functions, with the shapes and shardings of what they take.
+
+    `init(key)` -> state, `train(state, batch)` -> (state, metrics), `loss(params, batch)` -> weighted nats [B,T].
+    The state is {"step", "params", "opt_state", "skipped"}; `train` consumes (donates) the one that it is given.
+    """
+
+    mesh: jax.sharding.Mesh
+    state: Any
+    batch: Any
+    accumulation: int
+    init: Any
+    train: Any
+    loss: Any
+
+
+def accumulation(config, mesh: jax.sharding.Mesh) -> int:
+    """Into how many parts a step's batch is split, so that a device holds at most `train.rows_per_device` rows."""
+    rows, shards = config.data.batch_size, mesh_lib.batch_shards(mesh)
+    if rows % shards:
+        raise UserError(f"config.data.batch_size={rows}: not a multiple of the {shards} ways the mesh splits it")
+    per_device = rows // shards
+    least = math.ceil(per_device / config.train.rows_per_device)
+    return next(parts for parts in range(least, per_device + 1) if per_device % parts == 0)
+
+
+def compile_program(config, model: Model, mesh: jax.sharding.Mesh) -> Program:
+    """Builds the jitted functions; XLA compiles each at its first call (or by `.lower(...).compile()`)."""
+    transformation = optimizer_lib.make(config)
+    parts = accumulation(config, mesh)
+
+    def init(key):
+        params = model.init(key)
+        zero = jnp.zeros((), jnp.int32)
+        return {"step": zero, "params": params, "opt_state": transformation.init(params), "skipped": zero}
+
+    def train(state, batch):
+        return _train_step(state, batch, config=config, model=model, transformation=transformation, parts=parts)
+
+    state = _with_shardings(jax.eval_shape(init, jax.random.key(0)), model, transformation, mesh)
+    state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    rows = mesh_lib.batch_sharding(mesh)
+    shape = (config.data.batch_size, config.data.seq_len)
+    return Program(
+        mesh=mesh,
+        state=state,
+        batch={name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in BATCH.items()},
+        accumulation=parts,
+        init=jax.jit(init, out_shardings=state_shardings),
+        train=jax.jit(
+            train,
+            in_shardings=(state_shardings, rows),
+            out_shardings=(state_shardings, mesh_lib.replicated(mesh)),
+            donate_argnums=0,
+        ),
+        loss=jax.jit(model.loss, in_shardings=(state_shardings["params"], rows), out_shardings=mesh_lib.replicated(mesh)),
+    )
+
+
+def _with_shardings(state, model: Model, transformation, mesh: jax.sharding.Mesh):
+    """The abstract state with its shardings: moments are sharded as the parameters that they belong to."""
+    params = mesh_lib.shardings(model.axes, model.shapes, mesh)
+    replicated = mesh_lib.replicated(mesh)
+    moments = optax.tree.map_params(
+        transformation,
+        lambda _, sharding: sharding,
+        state["opt_state"],
+        params,
+        transform_non_params=lambda _: replicated,
+    )
+    shardings = {"step": replicated, "params": params, "opt_state": moments, "skipped": replicated}
+    return mesh_lib.with_shardings(state, shardings)
+
+
+def _train_step(state, batch, *, config, model: Model, transformation, parts: int):
+    params = state["params"]
+    count = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+    loss, grads = _accumulate(params, batch, count, model=model, parts=parts)
+    grad_norm = optax.tree.norm(grads)
+    rate = optimizer_lib.learning_rate(config)(state["step"])
+    directions, opt_state = transformation.update(grads, state["opt_state"], params)
+    updated = jax.tree.map(lambda param, direction: param - rate * direction, params, directions)
+    # A step that is not finite changes nothing, so there is never a poisoned state to save.
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    after = {
+        "step": state["step"] + 1,
+        "params": keep(updated, params),
+        "opt_state": keep(opt_state, state["opt_state"]),
+        "skipped": jnp.where(finite, 0, state["skipped"] + 1),
+    }
+    metrics = {
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "param_norm": optax.tree.norm(after["params"]),
+        "learning_rate": rate,
+        "valid_tokens": count,
+        "skipped": after["skipped"],
+    }
+    return after, metrics
+
+
+def _accumulate(params, batch, count, *, model: Model, parts: int):
+    """Loss and gradient of sum(nats) / count, with the rows taken in `parts` turns.
+
+    Dividing by the count of the whole batch makes the result independent of `parts`, of the mesh and of how ragged
+    the valid tokens are; a mean of means would not be.
+    """
+
+    def loss(params, batch):
+        return jnp.sum(model.loss(params, batch)) / count
+
+    if parts == 1:
+        return jax.value_and_grad(loss)(params, batch)
+
+    # Row r goes to turn r % parts: every device then keeps its own rows, and nothing moves between devices.
+    split_ABT = {name: x.reshape(-1, parts, x.shape[-1]).swapaxes(0, 1) for name, x in batch.items()}
+
+    def turn(total, batch):
+        part = jax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(jnp.add, total, part), None
+
+    zero = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
+    return jax.lax.scan(turn, zero, split_ABT)[0]

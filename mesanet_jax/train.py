@@ -1,0 +1,229 @@
+"""Pretrains a model: `python -m mesanet_jax.train --config=configs/mesanet.py:140m --workdir=DIR --config.data.path=...`
+
+Read it top to bottom: it is the run. Running the same command again resumes; a finished run says so and exits 0.
+Exit status: 0 finished, 1 stopped by non-finite losses, 2 a mistake in the command, 128 + signal after SIGTERM or
+Ctrl-C (everything saved).
+"""
+
+import contextlib
+import itertools
+import pathlib
+
+import jax
+
+from mesanet_jax import checkpoint as checkpoint_lib
+from mesanet_jax import cli
+from mesanet_jax import config as config_lib
+from mesanet_jax import mesh as mesh_lib
+from mesanet_jax import models
+from mesanet_jax import step as step_lib
+from mesanet_jax import workdir as workdir_lib
+from mesanet_jax.data.loader import Batches, eval_batches
+from mesanet_jax.data.rows import PackedRows
+from mesanet_jax.errors import UserError
+from mesanet_jax.evals.perplexity import evaluate_rows
+from mesanet_jax.plots import plot_training
+from mesanet_jax.preemption import Preemption
+from mesanet_jax.progress import Progress
+from mesanet_jax.throughput import Throughput
+from mesanet_jax.trackers import make_trackers
+
+
+def main(argv: list[str]) -> int:
+    flags = cli.parser(__doc__)
+    flags.add_argument("--config", required=True, help="config file and size, as in configs/mesanet.py:140m")
+    flags.add_argument("--workdir", required=True, type=pathlib.Path, help="where the run lives; made if missing")
+    args, overrides = cli.parse(flags, argv)
+    config = config_lib.load(args.config, overrides)
+    with Preemption() as preemption:
+        return train(config, args.workdir, preemption)
+
+
+def train(config, workdir: pathlib.Path, preemption: Preemption) -> int:
+    """Runs `config` in `workdir` to its last step, from wherever it stands: the process's exit status."""
+    # ---- what the run is, and whether it is the one that this workdir holds
+    reported = workdir_lib.claim(workdir, config)
+    rows = PackedRows(config.data.path, config.data.split)
+    validation = PackedRows(config.data.path, config.data.validation_split)
+    check_data(config, rows)
+    if config.compile_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str((workdir / config.compile_cache).resolve()))
+
+    # ---- the mesh, the model and the compiled step
+    mesh = mesh_lib.make_mesh(tuple(config.mesh[axis] for axis in mesh_lib.AXES))
+    model = models.build(config.model)
+    program = step_lib.compile_program(config, model, mesh)
+    flops_per_token = model.flops_per_token(config.data.seq_len).training
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        # ---- the state: resumed, or given weights, or fresh
+        saved = checkpoint_lib.Checkpoints(
+            workdir, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
+        )
+        stack.callback(saved.close)
+        about = {"config": config.to_dict(), "data": rows.fingerprint}
+        state, start = initial_state(config, program, model, saved, about)
+
+        progress = stack.enter_context(Progress(config.steps, start=start, enabled=jax.process_index() == 0, live=config.log.progress))
+        for line in reported:
+            progress.message(f"changed since this run began: {line}")
+        progress.message(banner(config, model, program, rows, flops_per_token))
+        if start >= config.steps:
+            progress.message(f"finished: {workdir} already holds step {start} of {config.steps}")
+            return 0
+        if start:
+            progress.message(f"resuming after step {start}")
+        trackers = make_trackers(config, workdir, from_step=start)
+        stack.callback(trackers.close)
+        throughput = Throughput(
+            config.data.batch_size * config.data.seq_len, flops_per_token=flops_per_token, devices=mesh.devices.flat
+        )
+        profiler = Profiler(config, workdir)
+        stack.callback(profiler.stop)
+        batches = Batches(
+            rows,
+            config.data.batch_size,
+            seed=config.data.seed,
+            steps=config.steps,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        place = lambda batch: mesh_lib.place_batch(batch, mesh)
+        token_bytes = validation.tokenizer.token_bytes()
+        eval_rows = config.data.batch_size // program.accumulation  # as many as fit at once
+
+        def save(step):
+            with throughput.pause():
+                saved.save(step, state, about)
+            preemption.unsaved = False
+
+        def validate(step):
+            with throughput.pause():
+                every = eval_batches(validation, eval_rows, process_index=jax.process_index(), process_count=jax.process_count())
+                some = map(place, itertools.islice(every, config.train.eval_batches))
+                result = evaluate_rows(program.loss, state["params"], some, token_bytes)
+            trackers.log(step, result.scalars())
+            progress.update(step, result.scalars())
+
+        # ---- the loop: step s consumes batch s and completes update s + 1; its metrics are read one step late,
+        # so that the device never waits for the host
+        late = None
+        for step, batch in enumerate(batches.iterate(start), start=start + 1):
+            profiler.at(step)
+            preemption.unsaved = True
+            state, metrics = program.train(state, place(batch))
+            last = step == config.steps
+            stop = preemption.requested(step)
+            if late is not None:
+                report(late, config, trackers, progress, throughput)
+            late = (step, metrics)
+            due_eval = last or (config.train.eval_every and step % config.train.eval_every == 0)
+            due_save = last or stop or step % config.checkpoint.every == 0
+            if due_eval or due_save:
+                # Metrics first: a run that must stop for a non-finite loss stops before anything is written.
+                report(late, config, trackers, progress, throughput)
+                late = None
+            if due_save:
+                save(step)
+            if stop:
+                saved.wait()
+                progress.message(f"stopped by a signal at step {step}, saved; run the same command to resume")
+                return preemption.exit_status
+            if due_eval:
+                validate(step)
+        saved.wait()
+        trackers.close()
+        if jax.process_index() == 0:
+            plot_training(workdir / "metrics.jsonl", workdir / "loss.png", title=config.name)
+        progress.message(f"finished {config.steps} steps; curves in {workdir / 'loss.png'}")
+    return 0
+
+
+def check_data(config, rows: PackedRows) -> None:
+    """The data must have been prepared with this model's vocabulary and row length."""
+    for field, wanted, given in (
+        ("data.seq_len", config.data.seq_len, rows.seq_len),
+        ("model.vocab_size", config.model.vocab_size, rows.vocab_size),
+    ):
+        if wanted != given:
+            raise UserError(f"config.{field}={wanted}, but {config.data.path} was prepared with {given}; set --config.{field}={given} or prepare the data again")
+
+
+def initial_state(config, program, model, saved: checkpoint_lib.Checkpoints, about: dict) -> tuple:
+    """The state to continue from and its step: the newest checkpoint, else `init_from`'s weights, else fresh."""
+    steps = saved.steps()
+    if steps:
+        before = saved.about(steps[-1])["data"]
+        if before != about["data"]:
+            raise UserError(f"the data differ from those this run began with: fingerprint {before} in the checkpoint, {about['data']} in {config.data.path}")
+        return saved.restore(steps[-1], program.state), steps[-1]
+    state = program.init(jax.random.key(config.seed))
+    if config.checkpoint.init_from is not None:
+        weights, _ = checkpoint_lib.restore_params(pathlib.Path(config.checkpoint.init_from), model, program.mesh)
+        state = {**state, "params": weights}
+    return state, 0
+
+
+def report(late: tuple, config, trackers, progress, throughput) -> None:
+    """Fetches the metrics of a step, logs them when due, and stops the run if they are not finite.
+
+    Raises:
+      SystemExit: with status 1, on a non-finite loss that the config does not let pass.
+    """
+    step, metrics = late
+    due = step % config.train.log_every == 0 or step in (1, config.steps)
+    skipped = int(metrics["skipped"])
+    if due or skipped:
+        scalars = {name: float(value) for name, value in metrics.items()}
+        scalars |= throughput.measure(step)
+        trackers.log(step, scalars)
+        progress.update(step, scalars)
+    allowed = config.train.max_skips if config.train.nonfinite == "skip" else 0
+    if skipped > allowed:
+        raise SystemExit(
+            f"step {step}: loss {scalars['loss']}, gradient norm {scalars['grad_norm']}: not finite"
+            f" ({skipped} in a row); the update was not applied, the last checkpoint is good."
+            " Lower config.optimizer.learning_rate, or set config.train.nonfinite=skip"
+        )
+    if skipped:
+        progress.message(f"step {step}: not finite, update skipped")
+
+
+def banner(config, model, program, rows: PackedRows, flops_per_token: float) -> str:
+    """What runs where, in one paragraph."""
+    devices = program.mesh.devices
+    layout = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())
+    epochs = config.steps * config.data.batch_size / len(rows)
+    return (
+        f"{config.name}: {model.parameter_count() / 1e6:.1f}M parameters on {devices.size} {devices.flat[0].device_kind} ({layout})\n"
+        f"{config.steps} steps of {config.data.batch_size} x {config.data.seq_len} tokens"
+        f" ({config.steps * config.data.batch_size * config.data.seq_len / 1e9:.3g}B, {epochs:.2g} epochs of {len(rows)} rows),"
+        f" accumulation {program.accumulation}, {flops_per_token / 1e9:.3g} GFLOP a token"
+    )
+
+
+class Profiler:
+    """A trace of steps [start, start + steps), written to workdir/profile for TensorBoard or Perfetto."""
+
+    def __init__(self, config, workdir: pathlib.Path):
+        self._start, self._steps = config.profile.start, config.profile.steps
+        self._directory, self._running = workdir / "profile", False
+
+    def at(self, step: int) -> None:
+        if self._start is None:
+            return
+        if step == self._start:
+            jax.profiler.start_trace(str(self._directory))
+            self._running = True
+        elif step == self._start + self._steps:
+            self.stop()
+
+    def stop(self) -> None:
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,46 @@
+"""A run's directory: whose it is, and what may differ when it is entered again."""
+
+import pathlib
+
+from mesanet_jax import config as config_lib
+from mesanet_jax import schema
+from mesanet_jax.errors import UserError
+
+CONFIG = "config.json"
+
+
+def claim(workdir: pathlib.Path, config) -> list[str]:
+    """Makes the directory for this run, or checks that it holds the same one; saves the resolved config.
+
+    Returns:
+      One line for each harmless field that differs from the saved config.
+
+    Raises:
+      UserError: the directory cannot be written, or holds a run that differs where it may not.
+    """
+    saved = workdir / CONFIG
+    reported: list[str] = []
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        if saved.exists():
+            refused, reported = config_lib.differences(schema.read_json(saved), config)
+            if refused:
+                raise UserError(f"{workdir} holds another run: {'; '.join(refused)}; choose another --workdir, or the same values")
+        partial = saved.with_suffix(".partial")
+        partial.write_text(schema.to_json(config))
+        partial.replace(saved)
+    except OSError as error:
+        raise UserError(f"--workdir={workdir}: {error.strerror or error}") from error
+    return reported
+
+
+def load(workdir: pathlib.Path, overrides: dict[str, str]):
+    """The checked config that a workdir was trained with, plus overrides.
+
+    Raises:
+      UserError: no run there, or a file that is not a config.
+    """
+    path = workdir / CONFIG
+    if not path.is_file():
+        raise UserError(f"--workdir={workdir}: no {CONFIG} here, so no run of mesanet_jax.train")
+    return config_lib.from_saved(schema.read_json(path), overrides, origin=str(path))

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Makes a virtual environment with the locked dependencies and this project in it: scripts/make_venv.sh [DIR].
+# Looks for Python >= 3.12 in $PYTHON, on the PATH and among pyenv's versions.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${1:-.venv}
+
+usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' >/dev/null 2>&1; }
+
+python=
+for candidate in ${PYTHON:-} python3.12 python3.13 python3 python \
+  "$HOME"/.pyenv/versions/3.12*/bin/python3.12 "$HOME"/.pyenv/versions/3.13*/bin/python3.13; do
+  if usable "$candidate"; then
+    python=$candidate
+    break
+  fi
+done
+if [ -z "$python" ]; then
+  echo "error: no Python 3.12 or 3.13 with venv found; install one (Debian: python3.12-venv; pyenv install 3.12) or name it: PYTHON=/path/to/python make" >&2
+  exit 2
+fi
+
+echo "making $venv with $("$python" --version) ($python)"
+"$python" -m venv --clear "$venv"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+touch "$venv/installed"

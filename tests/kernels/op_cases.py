@@ -1,0 +1,122 @@
+"""The ops under test behind one signature, and what every test of them needs: gradients, float64, errors."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mesanet_kernels as mk
+from mesanet_kernels import shapes
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+ITERATIONS = 30
+
+
+def mesa(inputs, *, segment_ids=None, state=None, max_iters=ITERATIONS, **options):
+    return mk.mesa(*inputs.values(), segment_ids=segment_ids, initial_state=state, max_iters=max_iters, **options)[:2]
+
+
+def gated_linear_attention(inputs, *, segment_ids=None, state=None, **options):
+    q, k, v, log_decay, beta = inputs.values()
+    return mk.gated_linear_attention(q, k, v, log_decay, beta=beta, segment_ids=segment_ids, initial_state=state,
+                                     **options)
+
+
+def causal_conv1d(inputs, *, segment_ids=None, state=None, **options):
+    return mk.causal_conv1d(*inputs.values(), activation="silu", segment_ids=segment_ids, initial_state=state,
+                            **options)
+
+
+def attention(inputs, *, segment_ids=None, window=None, **options):
+    return mk.attention(*inputs.values(), segment_ids=segment_ids, window=window, **options)
+
+
+def softmax_cross_entropy(inputs, *, block_size=4, **options):
+    return mk.softmax_cross_entropy(*inputs.values(), softcap=30.0, block_size=block_size, **options)
+
+
+RECURRENT = {"mesa": mesa, "gated_linear_attention": gated_linear_attention, "causal_conv1d": causal_conv1d}
+OVER_DOCUMENTS = RECURRENT | {"attention": attention}
+ALL = OVER_DOCUMENTS | {"softmax_cross_entropy": softmax_cross_entropy}
+LIMITS = {"mesa": 1e-4}  # relative error in float32, kernel-api.md; every other op: 1e-5
+
+
+def random_state(op, sizes, *, seed=1):
+    """An initial state of a recurrent op; Mesa's is a sum of outer products, as it must be."""
+    rng = np.random.default_rng(seed)
+    if op == "causal_conv1d":
+        return rng.standard_normal((sizes["B"], sizes["W"] - 1, sizes["D"])).astype(np.float32)
+    kv = rng.standard_normal((sizes["B"], sizes["H"], sizes["K"], sizes["V"])).astype(np.float32)
+    if op == "gated_linear_attention":
+        return kv
+    keys = rng.standard_normal((sizes["B"], sizes["H"], 5, sizes["K"])).astype(np.float32) / np.sqrt(sizes["K"])
+    return np.einsum("bhnk,bhnj->bhkj", keys, keys), kv
+
+
+def documents(sizes, *boundaries):
+    """segment_ids [B, T] with a new document at each of `boundaries`, one token later in every further row."""
+    time = np.arange(sizes["T"])
+    rows = [sum((time >= b + row) for b in boundaries) for row in range(sizes["B"])]
+    return np.array(rows, np.int32).reshape(sizes["B"], sizes["T"])
+
+
+def evaluate(function, inputs, *, state=None, cotangents=None, dtype=None):
+    """Outputs of `function(inputs, state=state)` and its gradients for all floating inputs and the state.
+
+    Args:
+      cotangents: of the outputs, as arrays in the outputs' order; None draws them at random.
+      dtype: float64 casts inputs and computes in it; bfloat16 casts all inputs but the gates; None leaves them.
+
+    Returns:
+      (outputs, gradients) as flat dicts of numpy float64 arrays.
+    """
+    with jax.enable_x64(dtype == jnp.float64):
+        arguments = cast_floating(inputs, dtype), None if state is None else jax.tree.map(
+            lambda x: jnp.asarray(x, jnp.float64 if dtype == jnp.float64 else None), state)
+
+        @jax.jit
+        def run(arguments, cotangents):
+            def call(arguments):
+                changed, state = arguments
+                extra = {} if state is None else {"state": state}
+                return function(inputs | changed, **extra)
+            outputs, gradients_of = jax.vjp(call, arguments)
+            flat, tree = jax.tree.flatten(outputs)
+            if cotangents is None:
+                cotangents = random_cotangents(flat)
+            cotangents = [jnp.asarray(c, x.dtype) for c, x in zip(cotangents, flat)]
+            return outputs, gradients_of(jax.tree.unflatten(tree, cotangents))[0]
+
+        return jax.tree.map(lambda x: np.asarray(x.astype(jnp.float64 if dtype == jnp.float64 else jnp.float32)),
+                            run(arguments, cotangents))
+
+
+def cast_floating(inputs, dtype):
+    """The floating inputs only, as jax arrays of `dtype`; gates and the embedding never become bfloat16."""
+    kept = {"log_decay", "beta", "lam", "embedding"} if dtype == jnp.bfloat16 else ()
+    return {name: jnp.asarray(x, None if name in kept else dtype) for name, x in inputs.items()
+            if np.issubdtype(x.dtype, np.floating)}
+
+
+def random_cotangents(flat, *, seed=3):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(x.shape).astype(np.float32) for x in flat]
+
+
+def rounded(inputs):
+    """The inputs `cast` to bfloat16 and back: what a float64 reference must be given to judge a bfloat16 run."""
+    return inputs | {name: np.asarray(x, np.float32) for name, x in cast_floating(inputs, jnp.bfloat16).items()}
+
+
+def relative_errors(got, wanted):
+    """Relative L2 error of every array of a tree, keyed by its path."""
+    return {jax.tree_util.keystr(path): float(np.linalg.norm(a.astype(np.float64) - b) / (np.linalg.norm(b) or 1))
+            for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)}
+
+
+def assert_close(got, wanted, *, limit):
+    """Outputs within `limit`, gradients within twice that (kernel-api.md, Accuracy)."""
+    for part, part_limit in zip((0, 1), (limit, 2 * limit)):
+        errors = relative_errors(got[part], wanted[part])
+        assert max(errors.values()) < part_limit, (("outputs", "gradients")[part], errors)
