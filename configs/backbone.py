@@ -7,12 +7,12 @@ PAPER = {"140m": (14, 6, 768), "440m": (28, 8, 1024), "1b": (28, 12, 1536)}
 SIZES = ("140m", "440m", "1b", "demo", "smoke")
 
 
-def backbone(size: str, pattern: tuple[str, ...]):
+def backbone(family: str, size: str, pattern: tuple[str, ...]):
     """The run of a size, with the mixers of `pattern`; only the mixer's own values are left to the caller."""
     if size not in SIZES:
         raise ValueError(f"no size {size!r}; choose from {', '.join(SIZES)}")
     config = default_config(pattern)
-    config.name = f"{'-'.join(pattern)}-{size}"
+    config.name = f"{family}-{size}"
     if size in PAPER:
         config.model.layers, config.model.heads, config.model.dim = PAPER[size]
     else:

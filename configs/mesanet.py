@@ -6,7 +6,7 @@ PEAK_LEARNING_RATE = {"140m": 3e-3, "440m": 2.5e-3, "1b": 2e-3}  # Table 8, 15B 
 
 
 def get_config(size: str = "140m"):
-    config = backbone(size, ("mesa",))
+    config = backbone("mesanet", size, ("mesa",))
     config.optimizer.learning_rate = PEAK_LEARNING_RATE.get(size, config.optimizer.learning_rate)
     if size == "demo":
         config.model.mesa.max_iters = 8

@@ -1,5 +1,6 @@
 """Checkpoints by Orbax: asynchronous, atomic, kept by two rules, and compared leaf by leaf before anything is loaded."""
 
+import contextlib
 import pathlib
 from typing import Any
 
@@ -25,7 +26,10 @@ class Checkpoints:
         handlers = {name: ocp.StandardCheckpointHandler() for name in ("params", "training")}
         handlers["about"] = ocp.JsonCheckpointHandler()
         directory = (workdir / DIRECTORY).resolve()
-        self._manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+        self._directory = directory
+        self._saving: int | None = None  # the step that is being written in the background
+        with self._named_failure():
+            self._manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
     def steps(self) -> list[int]:
         """Steps that are wholly written, oldest first."""
@@ -33,21 +37,41 @@ class Checkpoints:
 
     def save(self, step: int, state, about: dict[str, Any]) -> None:
         """Starts a save; returns once the state is copied. A failure of the save before is raised here."""
-        self._manager.check_for_errors()
         training = {name: leaf for name, leaf in state.items() if name != "params"}
         args = ocp.args.Composite(
             params=ocp.args.StandardSave(state["params"]),
             training=ocp.args.StandardSave(training),
             about=ocp.args.JsonSave(about),
         )
-        self._manager.save(step, args=args, force=True)
+        self.wait()
+        self._saving = step
+        with self._named_failure():
+            self._manager.save(step, args=args, force=True)
 
     def wait(self) -> None:
-        """Returns once every started save is durable; raises what failed."""
-        self._manager.wait_until_finished()
+        """Returns once every started save is durable.
+
+        Raises:
+          UserError: if it failed (a full disk, say); the checkpoints before it are untouched.
+        """
+        with self._named_failure():
+            self._manager.wait_until_finished()
+        self._saving = None
 
     def close(self) -> None:
-        self._manager.close()
+        with self._named_failure():
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _named_failure(self):
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            what = self._directory if self._saving is None else f"{self._directory}: checkpoint {self._saving} could not be written"
+            kept = f"; newest good checkpoint: {max(self.steps(), default='none')}" if self._saving is not None else ""
+            text = " ".join(str(error).split())[:300]
+            self._saving = None
+            raise UserError(f"{what}: {text}{kept}") from error
 
     def about(self, step: int) -> dict[str, Any]:
         """The JSON note saved with `step`."""

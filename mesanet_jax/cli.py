@@ -61,6 +61,9 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         status = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
     except BrokenPipeError:  # the reader of a pipe went away, as in `... | head`
         sys.stderr.close()
         status = 0

@@ -35,6 +35,7 @@ def main(argv: list[str]) -> None:
     if args.batches is not None and args.batches < 1:
         raise UserError(f"--batches={args.batches}: must be at least 1")
     config = workdir.load(args.workdir, overrides)
+    workdir.use_compile_cache(args.workdir, config)
     split = args.split or config.data.validation_split
     report = evaluate(config, args.workdir, split=split, step=args.step, batches=args.batches)
     print(report.markdown())
@@ -137,7 +138,7 @@ def evaluate(config, directory: pathlib.Path, *, split: str, step: int | None, b
 def check_tokenizer(rows: PackedRows, directory: pathlib.Path, *, step: int) -> None:
     """Raises UserError where `rows` were made with another tokenizer than the checkpoint's training data."""
     saved = checkpoint.Checkpoints(directory)
-    trained = saved.about(step).get("tokenizer", rows.tokenizer.hash)
+    trained = saved.about(step)["tokenizer"]
     saved.close()
     if rows.tokenizer.hash != trained:
         raise UserError(

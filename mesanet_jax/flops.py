@@ -1,7 +1,8 @@
 """FLOPs of training, peaks of chips, and their quotient, model FLOPs utilisation (MFU).
 
 Definition: the floating-point operations of matrix products (two a multiply-add) that the model needs, forward and
-backward, with causal attention counted by the tokens a token sees (half of the full square). Recomputation
+backward, with causal attention counted by the tokens a token sees (half of the full square), and a linear solve by all
+its iterations, once forward and once backward. Recomputation
 (rematerialisation) is not counted, nor are the embedding look-up and elementwise work.
 """
 

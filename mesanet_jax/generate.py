@@ -39,7 +39,9 @@ def main(argv: list[str]) -> None:
         if getattr(args, name) < 1:
             raise UserError(f"--{name}={getattr(args, name)}: must be at least 1")
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-    generate(args, workdir.load(args.workdir, overrides), sampling, read_prompt(args))
+    config = workdir.load(args.workdir, overrides)
+    workdir.use_compile_cache(args.workdir, config)
+    generate(args, config, sampling, read_prompt(args))
 
 
 def read_prompt(args: argparse.Namespace) -> str:
@@ -64,7 +66,7 @@ def generate(args: argparse.Namespace, config, sampling: Sampling, text: str) ->
     with jax.set_mesh(mesh):
         params, step = checkpoint.restore_params(args.workdir, model, mesh, step=args.step)
         check_tokenizer(rows, args.workdir, step=step)
-        sampler = Sampler(model, sampling)
+        sampler = Sampler(model)
         logits_BV, state = sampler.prefill(
             params, prompt, max_length=len(prompt) + args.max_tokens, chunk=args.prefill_chunk
         )  # fmt: skip
@@ -73,8 +75,9 @@ def generate(args: argparse.Namespace, config, sampling: Sampling, text: str) ->
                 print(f"--- sample {sample + 1} of {args.num_samples}")
             print(text, end="", flush=True)
             key = jax.random.fold_in(jax.random.key(args.seed), sample)
-            drawn = itertools.islice(sampler.tokens(params, logits_BV, state, key), args.max_tokens)
-            speed = stream(itertools.takewhile(lambda token: token not in stops, drawn), StreamDecoder(rows.tokenizer.decode, prompt))
+            endless = sampler.tokens(params, logits_BV, state, key=key, sampling=sampling)
+            drawn = itertools.takewhile(lambda token: token not in stops, itertools.islice(endless, args.max_tokens))
+            speed = stream(drawn, StreamDecoder(rows.tokenizer.decode, prompt))
             print()
             print(f"{speed}; state {state_bytes(state):,} bytes a sequence; step {step}", file=sys.stderr)
 

@@ -41,10 +41,8 @@ def plot_training(metrics: pathlib.Path, png: pathlib.Path, *, title: str) -> No
             2, 1, figsize=(7, 5), sharex=True, height_ratios=(4, 1), layout="constrained"
         )  # fmt: skip
         steps, loss = _series(records, "loss")
-        top.plot(steps, loss, color=BLUE, linewidth=0.6, alpha=0.35 if len(loss) >= 50 else 1.0)
-        if len(loss) >= 50:
-            top.plot(steps, _smooth(loss), color=BLUE, linewidth=1.6)
-        top.plot([], [], color=BLUE, linewidth=1.6, label="training")
+        top.plot(steps, loss, color=BLUE, linewidth=0.6, alpha=0.35)
+        top.plot(steps, _smooth(loss), color=BLUE, linewidth=1.6, label="training")
         validation = _series(records, "validation_loss")
         if len(validation[0]):
             top.plot(*validation, "o-", color=ORANGE, markersize=4, linewidth=1, label="validation")
@@ -65,8 +63,8 @@ def _series(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """A centred mean over a fiftieth of the curve, shorter at its ends (so they are not bent)."""
-    half = max(1, len(values) // 100)
+    """A centred mean over a fiftieth of the curve, over less towards its ends (so that they are not bent)."""
+    half = len(values) // 100
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
     reach = np.minimum(half, np.minimum(index, len(values) - 1 - index))

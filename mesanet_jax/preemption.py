@@ -19,7 +19,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Preemption:
     """Context manager that turns a signal into a request to stop.
 
-    `unsaved` is set by the trainer while steps exist that no checkpoint holds. A second signal ends the process.
+    `unsaved` is set by the trainer while there is something to lose: steps that no checkpoint holds, or a checkpoint
+    that is being written. A second signal ends the process at once.
     """
 
     def __init__(self):
@@ -45,18 +46,23 @@ class Preemption:
             number = byte[0]
             if number not in SIGNALS:
                 continue
-            name = signal.Signals(number).name
-            if self._received is not None or not self.unsaved:
-                print(f"\n{name}: nothing unsaved, stopping now" if not self.unsaved else f"\n{name} again: stopping now", file=sys.stderr, flush=True)
+            leave = self._received is not None or not self.unsaved
+            plan = "stopping now" if leave else "saving, then stopping (once more to stop at once)"
+            print(f"\n{signal.Signals(number).name}: {plan}", file=sys.stderr, flush=True)
+            if leave:
                 os._exit(128 + number)
             self._received = number
-            print(f"\n{name}: saving after this step (once more to stop at once)", file=sys.stderr, flush=True)
+
+    @property
+    def received(self) -> bool:
+        """Whether to drop what can be done again; never with several processes, which must go on in step."""
+        return self._received is not None and jax.process_count() == 1
 
     def requested(self, step: int) -> bool:
         """Whether to save and stop after `step`; with several processes all agree on the same step."""
         if jax.process_count() > 1:
             return multihost_utils.reached_preemption_sync_point(step)
-        return self._received is not None
+        return self.received
 
     @property
     def exit_status(self) -> int:

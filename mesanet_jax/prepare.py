@@ -1,6 +1,8 @@
-"""Turns text corpora into packed rows: `python -m mesanet_jax.prepare --config=configs/prepare.py:demo --config.output=DIR`.
+"""Turns text corpora into packed rows.
 
-Rerunning the same command goes on where it stopped. The result depends on neither the number of workers nor interruptions.
+python -m mesanet_jax.prepare --config=configs/prepare.py:demo --config.output=DIR
+
+Rerunning the same command goes on where it stopped. Neither the number of workers nor interruptions change the result.
 """
 
 import functools
@@ -150,7 +152,7 @@ def main(argv: list[str]) -> int:
     try:
         prepare(config)
     except KeyboardInterrupt:
-        print(f"interrupted: {config.output} keeps its finished units; rerun the same command to go on", file=sys.stderr)
+        print(f"interrupted; finished units are kept in {config.output}: rerun to go on", file=sys.stderr)
         return 130
     return 0
 

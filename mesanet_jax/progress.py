@@ -1,19 +1,20 @@
 """The console of a long run: a live bar on a terminal, one plain line an update anywhere else."""
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Mapping
 
 from tqdm import tqdm
 
-# What the console shows, in this order; everything else goes to the trackers only.
+# What the console shows, in this order (a narrow terminal cuts the end); the trackers get everything.
 FORMATS = {
     "loss": lambda value: f"loss {value:.4f}",
-    "validation_loss": lambda value: f"validation loss {value:.4f}",
-    "validation_bits_per_byte": lambda value: f"validation {value:.4f} bits/byte",
     "tokens_per_second": lambda value: f"{short_number(value)} tokens/s",
     "mfu": lambda value: f"MFU {100 * value:.1f} %",
+    "validation_loss": lambda value: f"val loss {value:.4f}",
+    "validation_bits_per_byte": lambda value: f"{value:.4f} bits/byte",
 }
 
 
@@ -26,24 +27,28 @@ class Progress:
     def __init__(self, total: int, *, start: int = 0, enabled: bool = True, live: bool = True):
         self._total, self._start, self._enabled = total, start, enabled
         self._since = time.monotonic()
+        self._latest: dict[str, float] = {}
         self._bar = None
         if enabled and live and sys.stdout.isatty():
+            # Not tqdm's own size: it shows nothing on a terminal that reports 0 x 0, as many containers' do.
+            columns, lines = shutil.get_terminal_size()
             self._bar = tqdm(
-                total=total, initial=start, file=sys.stdout, dynamic_ncols=True,
-                bar_format="step {n_fmt}/{total_fmt} {bar} {postfix}  ETA {remaining}",
+                total=total, initial=start, file=sys.stdout, ncols=columns, nrows=lines,
+                bar_format="step {n_fmt}/{total_fmt} |{bar:8}| ETA {remaining}  {desc}",
             )  # fmt: skip
 
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
         """Shows completed update `step` and those of its scalars that are in FORMATS."""
         if not self._enabled:
             return
-        shown = "  ".join(form(scalars[name]) for name, form in FORMATS.items() if name in scalars)
         if self._bar is None:
             width = len(str(self._total))
-            self.message(f"step {step:>{width}}/{self._total}  {shown}  ETA {self._remaining(step)}")
+            self.message(f"step {step:>{width}}/{self._total}  {describe(scalars)}  ETA {self._remaining(step)}")
         else:
-            self._bar.set_postfix_str(shown, refresh=False)
-            self._bar.update(step - self._bar.n)
+            self._latest |= scalars  # the bar has one line: a validation stays on it beside later steps
+            self._bar.ncols = shutil.get_terminal_size().columns  # the window may have changed
+            self._bar.set_description_str(describe(self._latest), refresh=False)
+            self._bar.n = step
             self._bar.refresh()
 
     def message(self, text: str) -> None:
@@ -67,6 +72,11 @@ class Progress:
         if done <= 0:
             return "?"
         return duration((time.monotonic() - self._since) / done * (self._total - step))
+
+
+def describe(scalars: Mapping[str, float]) -> str:
+    """'loss 2.1234  12.3k tokens/s': those of FORMATS that there are."""
+    return "  ".join(form(scalars[name]) for name, form in FORMATS.items() if name in scalars)
 
 
 def duration(seconds: float) -> str:

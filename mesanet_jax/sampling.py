@@ -4,11 +4,12 @@ B sequences decoded together, T tokens of a chunk, V the true vocabulary.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mesanet_jax.errors import UserError
 from mesanet_jax.models import Model
@@ -61,54 +62,45 @@ def chunk_sizes(length: int, chunk: int) -> list[int]:
     return sizes + [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
 
 
-@dataclasses.dataclass(frozen=True)
 class Sampler:
     """One model's compiled decoding functions.
 
     `prefill` may be followed by any number of `tokens`: they leave the prefilled logits and state as they are.
     """
 
-    model: Model
-    sampling: Sampling
-
-    @cached_property
-    def _extend(self):
+    def __init__(self, model: Model):
         def extend(params, tokens_BT, state):
-            logits_BTV, state = self.model.extend(params, tokens_BT, state)
+            logits_BTV, state = model.extend(params, tokens_BT, state)
             return logits_BTV[:, -1], state
 
-        return jax.jit(extend, donate_argnames="state")
+        def step(params, logits_BV, state, key, index, sampling):
+            token_B = sampling.draw(logits_BV, jax.random.fold_in(key, index))
+            return token_B, *model.step(params, token_B, state)
 
-    @cached_property
-    def _step(self):
-        def step(params, logits_BV, state, key, index):
-            token_B = self.sampling.draw(logits_BV, jax.random.fold_in(key, index))
-            return token_B, *self.model.step(params, token_B, state)
-
-        return jax.jit(step, donate_argnames=("logits_BV", "state"))
+        self.model = model
+        self._extend = jax.jit(extend, donate_argnames="state")
+        self._step = jax.jit(step, static_argnames="sampling", donate_argnames=("logits_BV", "state"))
 
     def prefill(self, params, prompt: Sequence[int], *, max_length: int, chunk: int):
         """Reads a prompt of at least one token: (logits [1,V] after it, state for `max_length` tokens in all)."""
         state = jax.jit(lambda params: self.model.init_state(params, 1, max_length=max_length))(params)
-        prompt_T, position, logits_BV = jnp.asarray(prompt, jnp.int32), 0, None
+        prompt_T, position, logits_BV = np.asarray(prompt, np.int32), 0, None
         for size in chunk_sizes(len(prompt), chunk):
             logits_BV, state = self._extend(params, prompt_T[None, position : position + size], state)
             position += size
         return logits_BV, state
 
-    def tokens(self, params, logits_BV, state, key) -> Iterator[int]:
+    def tokens(self, params, logits_BV, state, *, key, sampling: Sampling) -> Iterator[int]:
         """Draws tokens after a prefill, without end; token i of a key is drawn with fold_in(key, i)."""
         logits_BV, state = jax.tree.map(jnp.copy, (logits_BV, state))  # since the step consumes (donates) its own
-        index = 0
-        while True:
-            token_B, logits_BV, state = self._step(params, logits_BV, state, key, index)
+        for index in itertools.count():
+            token_B, logits_BV, state = self._step(params, logits_BV, state, key, index, sampling)
             yield int(token_B[0])
-            index += 1
 
 
 def state_bytes(state) -> int:
     """Bytes of a decoding state."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 class StreamDecoder:

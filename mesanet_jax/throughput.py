@@ -1,6 +1,5 @@
 """Training speed between log lines: tokens/s, MFU, seconds a step, peak device memory."""
 
-import contextlib
 import time
 from collections.abc import Sequence
 
@@ -10,7 +9,7 @@ from mesanet_jax import flops
 
 
 class Throughput:
-    """Measures windows between calls; time inside `pause()` (evaluation, saving) does not count.
+    """Measures windows between calls; `restart()` drops a window that held something else than training.
 
     Steps are dispatched asynchronously: call `measure` where the host has just waited for a step's metrics.
     """
@@ -19,7 +18,6 @@ class Throughput:
         """`tokens_per_step` over all `devices`; `flops_per_token` those of training."""
         self._tokens, self._flops, self._devices = tokens_per_step, flops_per_token, list(devices)
         self._window: tuple[int, float] | None = None  # step and time at which it began
-        self._paused = 0.0
 
     def measure(self, step: int) -> dict[str, float]:
         """Scalars of the window that ends with update `step`, and begins the next.
@@ -29,21 +27,17 @@ class Throughput:
         """
         now, scalars = time.monotonic(), {}
         if self._window is not None and step > self._window[0]:
-            seconds = (now - self._window[1] - self._paused) / (step - self._window[0])
+            seconds = (now - self._window[1]) / (step - self._window[0])
             scalars = {"step_seconds": seconds, "tokens_per_second": self._tokens / seconds}
             mfu = flops.mfu(scalars["tokens_per_second"], flops_per_token=self._flops, devices=self._devices)
             if mfu is not None:
                 scalars["mfu"] = mfu
-        self._window, self._paused = (step, now), 0.0
+        self._window = (step, now)
         return scalars | self._memory()
 
-    @contextlib.contextmanager
-    def pause(self):
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._paused += time.monotonic() - began
+    def restart(self) -> None:
+        """Drops the open window: what follows (an evaluation, a save) is no training step."""
+        self._window = None
 
     def _memory(self) -> dict[str, float]:
         here = [device for device in self._devices if device.process_index == jax.process_index()]

@@ -15,7 +15,7 @@ from mesanet_jax import checkpoint as checkpoint_lib
 from mesanet_jax import cli
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
-from mesanet_jax import models
+from mesanet_jax import models, schema
 from mesanet_jax import step as step_lib
 from mesanet_jax import workdir as workdir_lib
 from mesanet_jax.data.loader import Batches, eval_batches
@@ -26,15 +26,21 @@ from mesanet_jax.plots import plot_training
 from mesanet_jax.preemption import Preemption
 from mesanet_jax.progress import Progress
 from mesanet_jax.throughput import Throughput
-from mesanet_jax.trackers import make_trackers
+from mesanet_jax.trackers import make_trackers, read_json_lines
 
 
 def main(argv: list[str]) -> int:
     flags = cli.parser(__doc__)
     flags.add_argument("--config", required=True, help="config file and size, as in configs/mesanet.py:140m")
-    flags.add_argument("--workdir", required=True, type=pathlib.Path, help="where the run lives; made if missing")
+    flags.add_argument("--workdir", type=pathlib.Path, help="where the run lives; made if missing")
+    flags.add_argument("--help-config", action="store_true", help="list the fields of the config and exit")
     args, overrides = cli.parse(flags, argv)
     config = config_lib.load(args.config, overrides)
+    if args.help_config:
+        print(schema.describe(config_lib.schema(config.model.kind, config.model.pattern)))
+        return 0
+    if args.workdir is None:
+        raise UserError("--workdir: is missing; name the directory of the run, as --workdir=runs/NAME")
     with Preemption() as preemption:
         return train(config, args.workdir, preemption)
 
@@ -42,101 +48,96 @@ def main(argv: list[str]) -> int:
 def train(config, workdir: pathlib.Path, preemption: Preemption) -> int:
     """Runs `config` in `workdir` to its last step, from wherever it stands: the process's exit status."""
     # ---- what the run is, and whether it is the one that this workdir holds
-    reported = workdir_lib.claim(workdir, config)
     rows = PackedRows(config.data.path, config.data.split)
     validation = PackedRows(config.data.path, config.data.validation_split)
     check_data(config, rows)
-    if config.compile_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", str((workdir / config.compile_cache).resolve()))
+    saved = checkpoint_lib.Checkpoints(
+        workdir, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
+    )
+    changed = workdir_lib.claim(workdir, config, begun=bool(saved.steps()))
+    workdir_lib.use_compile_cache(workdir, config)
 
     # ---- the mesh, the model and the compiled step
     mesh = mesh_lib.make_mesh(tuple(config.mesh[axis] for axis in mesh_lib.AXES))
     model = models.build(config.model)
     program = step_lib.compile_program(config, model, mesh)
     flops_per_token = model.flops_per_token(config.data.seq_len).training
+    share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    chief = jax.process_index() == 0
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.set_mesh(mesh))
-        # ---- the state: resumed, or given weights, or fresh
-        saved = checkpoint_lib.Checkpoints(
-            workdir, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
-        )
         stack.callback(saved.close)
-        about = {"config": config.to_dict(), "data": rows.fingerprint}
-        state, start = initial_state(config, program, model, saved, about)
+        stack.enter_context(jax.set_mesh(mesh))
+        if chief:
+            print(banner(config, model, program, rows, flops_per_token), flush=True)
+            for line in changed:
+                print(f"changed since this run began: {line}", flush=True)
 
-        progress = stack.enter_context(Progress(config.steps, start=start, enabled=jax.process_index() == 0, live=config.log.progress))
-        for line in reported:
-            progress.message(f"changed since this run began: {line}")
-        progress.message(banner(config, model, program, rows, flops_per_token))
-        if start >= config.steps:
-            progress.message(f"finished: {workdir} already holds step {start} of {config.steps}")
-            return 0
+        # ---- the state: resumed, or given weights, or fresh
+        about = {"config": config.to_dict(), "data": rows.fingerprint, "tokenizer": rows.tokenizer.hash}
+        state, start = initial_state(config, program, model, saved, about)
+        progress = Progress(config.steps, start=start, enabled=chief, live=config.log.progress)
+        stack.enter_context(progress)
         if start:
             progress.message(f"resuming after step {start}")
         trackers = make_trackers(config, workdir, from_step=start)
         stack.callback(trackers.close)
-        throughput = Throughput(
-            config.data.batch_size * config.data.seq_len, flops_per_token=flops_per_token, devices=mesh.devices.flat
-        )
-        profiler = Profiler(config, workdir)
-        stack.callback(profiler.stop)
-        batches = Batches(
-            rows,
-            config.data.batch_size,
-            seed=config.data.seed,
-            steps=config.steps,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-        )
-        place = lambda batch: mesh_lib.place_batch(batch, mesh)
+        tokens = config.data.batch_size * config.data.seq_len
+        throughput = Throughput(tokens, flops_per_token=flops_per_token, devices=mesh.devices.flat)
+        profiler = stack.enter_context(Profiler(config, workdir))
+        batches = Batches(rows, config.data.batch_size, seed=config.data.seed, steps=config.steps, **share)
         token_bytes = validation.tokenizer.token_bytes()
         eval_rows = config.data.batch_size // program.accumulation  # as many as fit at once
 
-        def save(step):
-            with throughput.pause():
-                saved.save(step, state, about)
-            preemption.unsaved = False
+        def validation_batches():
+            for batch in itertools.islice(eval_batches(validation, eval_rows, **share), config.train.eval_batches):
+                if preemption.received:
+                    raise Interrupted
+                yield mesh_lib.place_batch(batch, mesh)
 
         def validate(step):
-            with throughput.pause():
-                every = eval_batches(validation, eval_rows, process_index=jax.process_index(), process_count=jax.process_count())
-                some = map(place, itertools.islice(every, config.train.eval_batches))
-                result = evaluate_rows(program.loss, state["params"], some, token_bytes)
-            trackers.log(step, result.scalars())
-            progress.update(step, result.scalars())
+            with contextlib.suppress(Interrupted):
+                result = evaluate_rows(program.loss, state["params"], validation_batches(), token_bytes)
+                trackers.log(step, result.scalars())
+                progress.update(step, result.scalars())
 
-        # ---- the loop: step s consumes batch s and completes update s + 1; its metrics are read one step late,
-        # so that the device never waits for the host
-        late = None
+        # ---- the loop: update s consumes batch s - 1; its metrics are fetched one step late, so that the device
+        # never waits for the host
+        late, step, stop = None, start, False
         for step, batch in enumerate(batches.iterate(start), start=start + 1):
             profiler.at(step)
-            preemption.unsaved = True
-            state, metrics = program.train(state, place(batch))
-            last = step == config.steps
-            stop = preemption.requested(step)
+            state, metrics = program.train(state, mesh_lib.place_batch(batch, mesh))
+            preemption.unsaved = True  # not earlier: the first call compiles, and a signal then may end it at once
             if late is not None:
-                report(late, config, trackers, progress, throughput)
-            late = (step, metrics)
+                report(*late, config, trackers, progress, throughput)
+            late = step, metrics
+            last, stop = step == config.steps, preemption.requested(step)
             due_eval = last or (config.train.eval_every and step % config.train.eval_every == 0)
             due_save = last or stop or step % config.checkpoint.every == 0
             if due_eval or due_save:
-                # Metrics first: a run that must stop for a non-finite loss stops before anything is written.
-                report(late, config, trackers, progress, throughput)
+                # Metrics first: a run that must stop for a non-finite loss stops before anything is written. Waiting
+                # for them here would shorten this window of the speed and lengthen the next, so it is not measured.
+                report(*late, config, trackers, progress, None)
                 late = None
+                throughput.restart()
             if due_save:
-                save(step)
+                saved.save(step, state, about)
             if stop:
-                saved.wait()
-                progress.message(f"stopped by a signal at step {step}, saved; run the same command to resume")
-                return preemption.exit_status
+                break
             if due_eval:
                 validate(step)
         saved.wait()
+        if stop or preemption.received:
+            progress.message(f"stopped by a signal, step {step} is saved; run the same command to resume")
+            return preemption.exit_status
+
+        # ---- the end
+        if start == config.steps and not evaluated(workdir, start):  # stopped between its last save and evaluation
+            validate(start)
         trackers.close()
-        if jax.process_index() == 0:
+        if chief:
             plot_training(workdir / "metrics.jsonl", workdir / "loss.png", title=config.name)
-        progress.message(f"finished {config.steps} steps; curves in {workdir / 'loss.png'}")
+        progress.message(f"finished: {workdir} holds all {config.steps} steps; curves in {workdir / 'loss.png'}")
     return 0
 
 
@@ -165,18 +166,24 @@ def initial_state(config, program, model, saved: checkpoint_lib.Checkpoints, abo
     return state, 0
 
 
-def report(late: tuple, config, trackers, progress, throughput) -> None:
+def evaluated(workdir: pathlib.Path, step: int) -> bool:
+    """Whether the workdir's metrics have a validation of `step`."""
+    records = read_json_lines(workdir / "metrics.jsonl")
+    return any(record["step"] == step and "validation_loss" in record for record in records)
+
+
+def report(step: int, metrics: dict, config, trackers, progress, throughput: Throughput | None) -> None:
     """Fetches the metrics of a step, logs them when due, and stops the run if they are not finite.
 
     Raises:
       SystemExit: with status 1, on a non-finite loss that the config does not let pass.
     """
-    step, metrics = late
     due = step % config.train.log_every == 0 or step in (1, config.steps)
     skipped = int(metrics["skipped"])
     if due or skipped:
         scalars = {name: float(value) for name, value in metrics.items()}
-        scalars |= throughput.measure(step)
+        if throughput is not None:
+            scalars |= throughput.measure(step)
         trackers.log(step, scalars)
         progress.update(step, scalars)
     allowed = config.train.max_skips if config.train.nonfinite == "skip" else 0
@@ -203,6 +210,10 @@ def banner(config, model, program, rows: PackedRows, flops_per_token: float) -> 
     )
 
 
+class Interrupted(Exception):
+    """A signal came during an evaluation, whose partial result is dropped."""
+
+
 class Profiler:
     """A trace of steps [start, start + steps), written to workdir/profile for TensorBoard or Perfetto."""
 
@@ -210,17 +221,20 @@ class Profiler:
         self._start, self._steps = config.profile.start, config.profile.steps
         self._directory, self._running = workdir / "profile", False
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._running:
+            jax.profiler.stop_trace()
+
     def at(self, step: int) -> None:
         if self._start is None:
             return
         if step == self._start:
             jax.profiler.start_trace(str(self._directory))
             self._running = True
-        elif step == self._start + self._steps:
-            self.stop()
-
-    def stop(self) -> None:
-        if self._running:
+        elif self._running and step == self._start + self._steps:
             jax.profiler.stop_trace()
             self._running = False
 

@@ -2,6 +2,8 @@
 
 import pathlib
 
+import jax
+
 from mesanet_jax import config as config_lib
 from mesanet_jax import schema
 from mesanet_jax.errors import UserError
@@ -9,8 +11,10 @@ from mesanet_jax.errors import UserError
 CONFIG = "config.json"
 
 
-def claim(workdir: pathlib.Path, config) -> list[str]:
+def claim(workdir: pathlib.Path, config, *, begun: bool) -> list[str]:
     """Makes the directory for this run, or checks that it holds the same one; saves the resolved config.
+
+    `begun` says whether a checkpoint exists: before the first one nothing binds the directory to its config.
 
     Returns:
       One line for each harmless field that differs from the saved config.
@@ -22,7 +26,7 @@ def claim(workdir: pathlib.Path, config) -> list[str]:
     reported: list[str] = []
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        if saved.exists():
+        if begun and saved.exists():
             refused, reported = config_lib.differences(schema.read_json(saved), config)
             if refused:
                 raise UserError(f"{workdir} holds another run: {'; '.join(refused)}; choose another --workdir, or the same values")
@@ -32,6 +36,12 @@ def claim(workdir: pathlib.Path, config) -> list[str]:
     except OSError as error:
         raise UserError(f"--workdir={workdir}: {error.strerror or error}") from error
     return reported
+
+
+def use_compile_cache(workdir: pathlib.Path, config) -> None:
+    """Keeps compiled programs in the workdir, so that a resumed run, an evaluation or a sample starts at once."""
+    if config.compile_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str((workdir / config.compile_cache).resolve()))
 
 
 def load(workdir: pathlib.Path, overrides: dict[str, str]):

@@ -1,7 +1,7 @@
 """Builds the embedded corpus: `python scripts/build_austen.py FOLDER` with the six novels as .txt files.
 
-A chapter is a document, its heading kept; what stands between two chapters goes with the second. Of each novel the
-4 % of chapters with the smallest hashes are the validation split, so it is spread over all and does not depend on order.
+A chapter is a document, its heading kept; a volume's heading goes with its first chapter. Of each novel the 4 % of
+chapters with the smallest hashes are the validation split.
 """
 
 import hashlib

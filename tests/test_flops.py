@@ -47,12 +47,22 @@ def test_transformer_count_is_that_of_the_compiler():
     counted = jax.jit(logits).lower(model.shapes, tokens).compile().cost_analysis()["flops"] / seq_len
     span = config.model.heads * config.model.head_dim
     causal_half = 4 * span * (seq_len - (seq_len + 1) / 2)
-    assert model.flops_per_token(seq_len) + causal_half == pytest.approx(counted, rel=0.05)
+    assert model.flops_per_token(seq_len).forward + causal_half == pytest.approx(counted, rel=0.05)
 
 
-def test_training_is_three_forwards():
-    model = model_of(mesanet.get_config("smoke"))
-    assert flops.training_flops_per_token(model, 64) == 3 * model.flops_per_token(64)
+def test_training_is_three_forwards_of_the_products_and_two_of_the_solves():
+    config = mesanet.get_config("smoke")
+
+    def count(iterations):
+        config.model.mesa.max_iters = iterations
+        return model_of(config).flops_per_token(64)
+
+    few, more, most = count(10), count(20), count(30)
+    solve = more.forward - few.forward  # ten iterations
+    assert solve > 0 and most.forward - more.forward == pytest.approx(solve)
+    assert more.training - few.training == pytest.approx(2 * solve)
+    attention = model_of(transformer.get_config("smoke")).flops_per_token(64)
+    assert attention.training == pytest.approx(3 * attention.forward)
 
 
 def test_transformer_140m_is_six_times_its_parameters_and_attention():
@@ -61,4 +71,4 @@ def test_transformer_140m_is_six_times_its_parameters_and_attention():
     model, seq_len = model_of(config), 2048
     width = config.model.heads * config.model.head_dim
     estimate = 6 * model.parameter_count() + 3 * config.model.layers * 4 * width * (seq_len + 1) / 2
-    assert flops.training_flops_per_token(model, seq_len) == pytest.approx(estimate, rel=0.01)
+    assert model.flops_per_token(seq_len).training == pytest.approx(estimate, rel=0.01)

@@ -48,13 +48,17 @@ def test_disabled_prints_nothing(capsys):
 
 def test_live_bar_on_a_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "120")
     with Progress(10, start=4) as bar:
         bar.update(5, SCALARS)
         bar.message("saved")
-        bar.update(6, SCALARS)
+        bar.update(5, {"validation_loss": 2.75, "validation_bits_per_byte": 1.25})
+        bar.update(6, {"loss": 2.25})
     text = sys.stdout.getvalue()
-    assert "step 6/10" in text and "loss 2.5000" in text and "12.3k tokens/s" in text and "MFU 41.2 %" in text
-    assert "\r" in text and "saved\n" in text
+    assert "saved\n" in text
+    last = text.split("\r")[-1]
+    assert "step 6/10" in last
+    assert "loss 2.2500  12.3k tokens/s  MFU 41.2 %  val loss 2.7500  1.2500 bits/byte" in last
 
 
 def test_live_false_gives_plain_lines_on_a_terminal(monkeypatch):
@@ -72,17 +76,18 @@ def test_short_number(value, text):
     assert progress.short_number(value) == text
 
 
-def test_throughput_leaves_out_the_first_window_and_pauses(clock):
+def test_throughput_leaves_out_the_first_window_and_what_follows_a_restart(clock):
     device = SimpleNamespace(device_kind="cpu", process_index=0, memory_stats=lambda: None)
     speed = Throughput(1000, flops_per_token=1e9, devices=[device])
     clock.seconds += 500  # compilation
     assert speed.measure(1) == {}
     clock.seconds += 20
-    with speed.pause():
-        clock.seconds += 300
     assert speed.measure(11) == {"step_seconds": 2.0, "tokens_per_second": 500.0}
+    speed.restart()
+    clock.seconds += 300  # an evaluation
+    assert speed.measure(20) == {}
     clock.seconds += 10
-    assert speed.measure(21)["step_seconds"] == 1.0  # the pause belongs to its own window
+    assert speed.measure(30)["step_seconds"] == 1.0
 
 
 def test_throughput_reports_mfu_and_memory_of_the_fullest_device(clock):

@@ -73,7 +73,7 @@ def choose(op, implementation, table, *, best):
     """
     name = best if implementation is None else implementation
     if name not in table:
-        raise NotImplementedError(f"{op}: no implementation {name!r}; it has {', '.join(map(repr, table))}")
+        raise NotImplementedError(f"{op}: no implementation {name!r}; it has {', '.join(map(repr, filter(None, table)))}")
     return table[name]
 
 

@@ -37,8 +37,10 @@ def pick_chunk(chunk_size, length):
 
 def pad_time(x_BT, *, chunk, mode="constant"):
     """Pads axis 1 to a multiple of `chunk`. Zero keys, gates and log decays leave every state as it is."""
-    padding = [(0, 0)] * x_BT.ndim
-    padding[1] = (0, -x_BT.shape[1] % chunk)
+    missing = -x_BT.shape[1] % chunk
+    if not missing:  # a pad of nothing still moves data where the array is sharded
+        return x_BT
+    padding = [(0, missing) if axis == 1 else (0, 0) for axis in range(x_BT.ndim)]
     return jnp.pad(x_BT, padding, mode=mode)
 
 

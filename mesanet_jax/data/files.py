@@ -80,7 +80,8 @@ def _listed(pattern: str) -> list[Source]:
     fs, path = filesystem(pattern)
     try:
         if fs.isdir(path):
-            raise UserError(f"{pattern}: is a directory; name its files, for example {pattern.rstrip('/')}/**/*.parquet")
+            example = f"{pattern.rstrip('/')}/**/*.parquet"
+            raise UserError(f"{pattern}: is a directory; name its files, for example {example}")
         infos = fs.glob(path, detail=True).values()
     except UserError:
         raise
@@ -125,6 +126,10 @@ class Directory:
             return self.fs.cat_file(self.join(name))
         except FileNotFoundError:
             return None
+
+    def remove(self, name: str) -> None:
+        if self.fs.exists(self.join(name)):
+            self.fs.rm_file(self.join(name))
 
     def write(self, name: str, content: bytes) -> None:
         with self.writer(name) as stream:

@@ -19,7 +19,14 @@ from mesanet_jax.errors import UserError
 
 _CHUNK = 1 << 20
 _BOM = b"\xef\xbb\xbf"
-_ENDINGS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text"}
+_ENDINGS = {
+    ".parquet": "parquet",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".txt": "text",
+    ".text": "text",
+}
 _COMPRESSIONS = (".zst", ".gz")
 _UNREADABLE = (OSError, EOFError, zlib.error, zstandard.ZstdError, pa.ArrowException)
 
@@ -89,7 +96,7 @@ def read(part: Part, *, text_field: str, document: str) -> Iterator[Document | P
             blank = isinstance(item, Document) and document != "join" and not item.text.strip()
             yield Problem(EMPTY_DOCUMENT, place, "no text") if blank else item
     except _UNREADABLE as error:
-        yield Problem(UNREADABLE, place, f"reading stopped here: {files.first_line(error)}")
+        yield Problem(UNREADABLE, place, f"reading stopped after this: {files.first_line(error)}")
     else:
         if empty:
             yield Problem(EMPTY_FILE, part.name, "no documents")
@@ -112,7 +119,8 @@ def _read_parquet(part: Part, *, text_field: str, document: str) -> Iterator[Doc
             yield Problem(BAD_COLUMN, part.name, f"no column {text_field!r}; columns: {', '.join(schema.names)}")
             return
         if not _is_string(schema.field(text_field).type):
-            yield Problem(BAD_COLUMN, part.name, f"column {text_field!r} is {schema.field(text_field).type}, not string")
+            kind = schema.field(text_field).type
+            yield Problem(BAD_COLUMN, part.name, f"column {text_field!r} is {kind}, not string")
             return
         for group in range(*(part.row_groups or (0, parquet.num_row_groups))):
             yield from _read_row_group(part.name, parquet, group, text_field=text_field)
@@ -190,9 +198,11 @@ def _decompressed(name: str) -> Iterator[bytes]:
     with files.open_binary(name) as stream:
         if name.lower().endswith(".zst"):
             yield from _unzstd(iter(lambda: stream.read(_CHUNK), b""))
+        elif name.lower().endswith(".gz"):
+            plain = gzip.GzipFile(fileobj=stream)
+            yield from iter(lambda: plain.read1(_CHUNK), b"")  # `read` would lose what stands before a broken end
         else:
-            plain = gzip.GzipFile(fileobj=stream) if name.lower().endswith(".gz") else stream
-            yield from iter(lambda: plain.read(_CHUNK), b"")
+            yield from iter(lambda: stream.read(_CHUNK), b"")
 
 
 def _unzstd(chunks: Iterable[bytes]) -> Iterator[bytes]:

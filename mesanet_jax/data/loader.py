@@ -98,7 +98,7 @@ def to_batch(rows_R: np.ndarray) -> Batch:
     """Model inputs of packed rows [b].
 
     targets are the inputs shifted by one. weights are 1 where the target is a valid token of its input's own document:
-    0 where a document starts (its BOS is not predicted: MesaNet paper, appendix on data) and in padding. segment_ids
+    0 where a document starts (no loss on BOS, as in the MesaNet paper) and in padding. segment_ids
     count the document starts within the row, from 0; padding stays in the last segment.
     """
     tokens_BL = rows_R["tokens"].astype(np.int32)

@@ -34,7 +34,8 @@ def build(
     for split, total in splits.items():
         total["padding_tokens"] = total["rows"] * (config.seq_len + 1) - total["tokens"]
         if not total["documents"]:
-            raise UserError(f"{config.output}: there are no documents for the {split} split; {problems}")
+            reason = str(problems) if problems.places else f"config.holdout={config.holdout} of the input is none"
+            raise UserError(f"{config.output}: there are no documents for the {split} split: {reason}")
     special = {name: getattr(tokens, name) for name in ("bos_id", "eos_id", "pad_id")}
     described = {
         "version": VERSION,
@@ -73,13 +74,14 @@ def read(directory: Directory) -> dict[str, Any]:
     where = f"{directory.path}/{NAME}"
     content = directory.read(NAME)
     if content is None:
-        raise UserError(f"{where}: missing; prepare the data first, or rerun an interrupted `python -m mesanet_jax.prepare`")
+        raise UserError(f"{where}: missing; run `python -m mesanet_jax.prepare` (an interrupted one goes on)")
     try:
         manifest = json.loads(content)
         version = manifest["version"]
         intact = version != VERSION or fingerprint(manifest) == manifest["fingerprint"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{where}: not a manifest ({type(error).__name__}: {error}); delete it and rerun prepare") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{where}: not a manifest ({reason}); delete it and rerun prepare") from error
     if version != VERSION:
         raise UserError(f"{where}: version {version}, this program reads {VERSION}; prepare the data again")
     if not intact:

@@ -43,6 +43,10 @@ def record_name(unit: Unit) -> str:
     return f"unit-{unit.index:05}.json"
 
 
+def is_record(name: str) -> bool:
+    return name.startswith("unit-")
+
+
 def shard_name(unit: Unit, split: str) -> str:
     return f"{split}-{unit.index:05}.npy"
 
@@ -52,7 +56,7 @@ def unit_hash(job: Job, unit: Unit, limit: int | None) -> str:
 
 
 def finished(job: Job, unit: Unit, *, sizes: dict[str, int], limit: int | None = None) -> dict[str, Any] | None:
-    """The record of a unit done by an earlier run under the same settings, or None. `sizes` lists the output's files."""
+    """The record of a unit done by an earlier run under the same settings, or None; `sizes` is the output's listing."""
     if record_name(unit) not in sizes:
         return None
     record = json.loads(Directory(job.output).read(record_name(unit)))

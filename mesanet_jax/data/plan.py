@@ -36,7 +36,9 @@ class Unit:
         return f"unit {self.index} ({self.split}: {self.parts[0].name}{', ...' if len(self.parts) > 1 else ''})"
 
 
-def units(sources: dict[str, Sequence[Source]], *, format: str, text_field: str, document: str, unit_mb: int) -> list[Unit]:
+def units(
+    sources: dict[str, Sequence[Source]], *, format: str, text_field: str, document: str, unit_mb: int
+) -> list[Unit]:
     """The units of all splits, numbered through. `sources` gives the files of each split in order.
 
     Parquet files are cut at row groups and small pieces gathered until a unit holds about `unit_mb` MB of text.

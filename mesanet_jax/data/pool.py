@@ -3,12 +3,14 @@
 Spawned, never forked: a fork copies locks held by other threads. `concurrent.futures` cannot say whose task killed it.
 """
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from typing import Any
 
 from mesanet_jax.errors import UserError
@@ -29,7 +31,8 @@ def run(task: Callable[[Any, Report], Any], items: Sequence[Any], *, workers: in
         for _ in range(min(workers, len(items))):
             ours, theirs = context.Pipe()
             process = context.Process(target=_worker, args=(theirs, task), daemon=True)
-            process.start()
+            with _interrupts_held():
+                process.start()
             theirs.close()  # so that a worker's death is the end of the file here
             processes.append(process)
             _hand_out(ours, waiting, busy)
@@ -48,19 +51,32 @@ def run(task: Callable[[Any, Report], Any], items: Sequence[Any], *, workers: in
             process.join()
 
 
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C reaches the whole process group, and the parent decides: a worker is born with it blocked."""
+    resource_tracker.ensure_running()  # each spawn needs it, and starting it would let interrupts through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _hand_out(connection: Any, waiting: list, busy: dict) -> None:
     busy.pop(connection, None)
     if waiting:
-        busy[connection] = waiting.pop()
-        connection.send(busy[connection])
+        busy[connection] = item = waiting.pop()
+        try:
+            connection.send(item)
+        except ConnectionError as error:
+            raise _death(item) from error
 
 
 def _receive(connection: Any, item: Any) -> tuple[str, Any]:
     try:
         kind, content = connection.recv()
     except (EOFError, ConnectionError) as error:
-        hint = "killed, or out of memory: try a smaller config.workers"
-        raise UserError(f"{item.name}: its worker process died ({hint}); rerun to go on") from error
+        raise _death(item) from error
     if kind == "mistake":
         raise UserError(content)
     if kind == "crash":
@@ -68,8 +84,12 @@ def _receive(connection: Any, item: Any) -> tuple[str, Any]:
     return kind, content
 
 
+def _death(item: Any) -> UserError:
+    hint = "killed, or out of memory: try a smaller config.workers"
+    return UserError(f"{item.name}: its worker process died ({hint}); rerun to go on")
+
+
 def _worker(connection: Any, task: Callable[[Any, Report], Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the parent decides
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     while True:
         try:

@@ -4,10 +4,10 @@ from mesanet_jax.data.tokenizer import KINDS
 from mesanet_jax.schema import Field
 
 SCHEMA = {
-    "input": Field("", "training files: comma-separated paths or globs, local, gs://, s3://, hf:// or embedded:NAME"),
+    "input": Field("", "training files: comma-separated paths and globs, local, gs://, s3://, hf://, embedded:NAME"),
     "validation_input": Field("", "files of the validation split, if it has files of its own"),
     "test_input": Field("", "files of the test split"),
-    "holdout": Field(0.0, "fraction of the training documents, chosen by a hash of their text, for validation", at_least=0),
+    "holdout": Field(0.0, "fraction of the documents of input for validation, by a hash of their text", at_least=0),
     "output": Field("", "directory to write: rows, tokenizer and manifest.json"),
     "format": Field("auto", "of the input files; auto: by their ending", choices=("auto", "parquet", "jsonl", "text")),
     "text_field": Field("text", "parquet column or JSON key that holds the text"),

@@ -8,7 +8,7 @@ from typing import Any
 import ml_collections
 
 from mesanet_jax import schema
-from mesanet_jax.data import files, manifest
+from mesanet_jax.data import files, manifest, pack_unit, tokenizer
 from mesanet_jax.data.files import Directory, Source
 from mesanet_jax.data.prepare_config import SCHEMA
 from mesanet_jax.errors import UserError
@@ -65,12 +65,17 @@ def settings(config: ml_collections.ConfigDict, inputs: dict[str, list[Source]])
 
 
 def claim(directory: Directory, chosen: dict[str, Any]) -> None:
-    """Writes the settings into a new directory. Raises UserError, with both values, for one begun with others."""
+    """Writes the settings into a directory. Raises UserError, with both values, where it has units done with others."""
     content = directory.read(NAME)
-    if content is None:
+    before = json.loads(content) if content else {}
+    if before == chosen:
+        return
+    if not any(map(pack_unit.is_record, directory.sizes())):
+        for kind in tokenizer.KINDS.values():
+            if kind.file:
+                directory.remove(kind.file)  # made for the other settings
         directory.write(NAME, manifest.encode(chosen))
         return
-    before = json.loads(content)
     for path in sorted(before.keys() | chosen.keys()):
         old, new = before.get(path), chosen.get(path)
         if old != new:

@@ -6,8 +6,10 @@ the ids of a whole document gives its text back; `hash` changes when the ids of 
 
 import abc
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +21,8 @@ from mesanet_jax.errors import UserError
 # What a vocabulary alone does not tell: dummy prefix, white space and Unicode normalisation.
 _PROBE = " a  b\t\n\n\u00a0c\u3000\ufb01\u2460 e\u0301 \u00e9 1234 \U0001f600"
 _META_SPACE = "\u2581"  # how sentencepiece spells a space in its pieces
+_LONG = 1 << 14  # characters
+_CHUNK = re.compile(rf".{{1,{_LONG}}}[^\n]*\n*", re.DOTALL)
 
 
 class Tokenizer(abc.ABC):
@@ -64,6 +68,8 @@ class SentencePiece(Tokenizer):
             raise ValueError("the sentencepiece model has no byte fallback, so it would lose text")
         self.pad_id = self._processor.pad_id() if self._processor.pad_id() >= 0 else self.eos_id
         self._meta_space_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _META_SPACE.encode()]
+        # A model that puts a space before every text can only be given whole texts, and loses U+2581 to a space.
+        self._prefixed = self._processor.id_to_piece(self._processor.encode("x")[0]).startswith(_META_SPACE)
         described = [[self._processor.id_to_piece(i), self._processor.get_score(i), self._is_special(i)] for i in ids]
         self.hash = _sha256(described + [self._processor.encode(_PROBE)])
 
@@ -71,17 +77,14 @@ class SentencePiece(Tokenizer):
         return self._processor.is_control(token) or self._processor.is_unknown(token)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = self._processor.encode(list(texts), num_threads=1)
-        for index, text in enumerate(texts):
-            if _META_SPACE in text:  # a real U+2581 would come back as a space; spelt in bytes it survives
-                encoded[index] = self._encode_around_meta_space(text)
-        return [np.array(ids, np.int32) for ids in encoded]
+        parts = [[text] if self._prefixed else _parts(text) for text in texts]
+        encoded = iter(self._processor.encode(list(itertools.chain.from_iterable(parts)), num_threads=1))
+        return [np.array(self._joined(of_text, encoded), np.int32) for of_text in parts]
 
-    def _encode_around_meta_space(self, text: str) -> list[int]:
-        first, *rest = self._processor.encode(text.split(_META_SPACE))
-        for ids in rest:
-            first += self._meta_space_ids + ids
-        return first
+    def _joined(self, parts: list[str], encoded: Iterator[list[int]]) -> list[int]:
+        """The ids of a text from those of its parts, taken from `encoded`."""
+        ids = (self._meta_space_ids if part == _META_SPACE else part_ids for part, part_ids in zip(parts, encoded))
+        return list(itertools.chain.from_iterable(ids))
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode([int(token) for token in ids])
@@ -94,6 +97,18 @@ class SentencePiece(Tokenizer):
             return 1
         piece = self._processor.id_to_piece(token)
         return 0 if self._is_special(token) else len(piece.replace(_META_SPACE, " ").encode())
+
+
+def _parts(text: str) -> list[str]:
+    """Parts that are encoded one by one to the ids of the whole.
+
+    A long text is cut behind line ends, which no learnt piece crosses: sentencepiece's time grows faster than length.
+    U+2581 stands alone, to be spelt in bytes: encoded as it is, it would come back as a space.
+    """
+    chunks = _CHUNK.findall(text) if len(text) > _LONG else [text]
+    if _META_SPACE not in text:
+        return chunks
+    return [part for chunk in chunks for part in re.split(f"({_META_SPACE})", chunk)]
 
 
 class HuggingFace(Tokenizer):

@@ -80,8 +80,8 @@ def train_sentencepiece(texts: Iterable[str], *, vocab_size: int) -> bytes:
         )
     except RuntimeError as error:
         reason = files.first_line(error).rsplit("] ", 1)[-1]
-        advice = "give it more text or another size"
-        raise UserError(f"config.tokenizer.vocab_size={vocab_size}: cannot be trained on this: {reason}; {advice}") from error
+        message = f"config.tokenizer.vocab_size={vocab_size}: cannot be trained on this text: {reason}"
+        raise UserError(message) from error
     return model.getvalue()
 
 

@@ -14,26 +14,23 @@ ITERATIONS = 30
 
 
 def mesa(inputs, *, segment_ids=None, state=None, max_iters=ITERATIONS, **options):
-    return mk.mesa(*inputs.values(), segment_ids=segment_ids, initial_state=state, max_iters=max_iters, **options)[:2]
+    return mk.mesa(**inputs, segment_ids=segment_ids, initial_state=state, max_iters=max_iters, **options)[:2]
 
 
 def gated_linear_attention(inputs, *, segment_ids=None, state=None, **options):
-    q, k, v, log_decay, beta = inputs.values()
-    return mk.gated_linear_attention(q, k, v, log_decay, beta=beta, segment_ids=segment_ids, initial_state=state,
-                                     **options)
+    return mk.gated_linear_attention(**inputs, segment_ids=segment_ids, initial_state=state, **options)
 
 
 def causal_conv1d(inputs, *, segment_ids=None, state=None, **options):
-    return mk.causal_conv1d(*inputs.values(), activation="silu", segment_ids=segment_ids, initial_state=state,
-                            **options)
+    return mk.causal_conv1d(**inputs, activation="silu", segment_ids=segment_ids, initial_state=state, **options)
 
 
 def attention(inputs, *, segment_ids=None, window=None, **options):
-    return mk.attention(*inputs.values(), segment_ids=segment_ids, window=window, **options)
+    return mk.attention(**inputs, segment_ids=segment_ids, window=window, **options)
 
 
 def softmax_cross_entropy(inputs, *, block_size=4, **options):
-    return mk.softmax_cross_entropy(*inputs.values(), softcap=30.0, block_size=block_size, **options)
+    return mk.softmax_cross_entropy(**inputs, softcap=30.0, block_size=block_size, **options)
 
 
 RECURRENT = {"mesa": mesa, "gated_linear_attention": gated_linear_attention, "causal_conv1d": causal_conv1d}
@@ -61,35 +58,44 @@ def documents(sizes, *boundaries):
     return np.array(rows, np.int32).reshape(sizes["B"], sizes["T"])
 
 
-def evaluate(function, inputs, *, state=None, cotangents=None, dtype=None):
-    """Outputs of `function(inputs, state=state)` and its gradients for all floating inputs and the state.
+def evaluator(function, *, dtype=None):
+    """A compiled `run(inputs, state=None, cotangents=None)` of `function` and its gradients.
 
     Args:
-      cotangents: of the outputs, as arrays in the outputs' order; None draws them at random.
+      function: `function(inputs, state=...)` -> a tree of outputs; `state` is left out where it is None.
       dtype: float64 casts inputs and computes in it; bfloat16 casts all inputs but the gates; None leaves them.
 
     Returns:
-      (outputs, gradients) as flat dicts of numpy float64 arrays.
+      run, which gives (outputs, (gradients of the floating inputs, gradient of the state)) as numpy arrays.
+      Its cotangents are a list in the order of the outputs' arrays; None draws them at random.
     """
-    with jax.enable_x64(dtype == jnp.float64):
-        arguments = cast_floating(inputs, dtype), None if state is None else jax.tree.map(
-            lambda x: jnp.asarray(x, jnp.float64 if dtype == jnp.float64 else None), state)
+    wide = dtype == jnp.float64
 
-        @jax.jit
-        def run(arguments, cotangents):
-            def call(arguments):
-                changed, state = arguments
-                extra = {} if state is None else {"state": state}
-                return function(inputs | changed, **extra)
-            outputs, gradients_of = jax.vjp(call, arguments)
-            flat, tree = jax.tree.flatten(outputs)
-            if cotangents is None:
-                cotangents = random_cotangents(flat)
-            cotangents = [jnp.asarray(c, x.dtype) for c, x in zip(cotangents, flat)]
-            return outputs, gradients_of(jax.tree.unflatten(tree, cotangents))[0]
+    @jax.jit
+    def compiled(changed, state, fixed, cotangents):
+        def call(changed, state):
+            return function(fixed | changed, **({} if state is None else {"state": state}))
 
-        return jax.tree.map(lambda x: np.asarray(x.astype(jnp.float64 if dtype == jnp.float64 else jnp.float32)),
-                            run(arguments, cotangents))
+        outputs, gradients_of = jax.vjp(call, changed, state)
+        flat, tree = jax.tree.flatten(outputs)
+        cotangents = random_cotangents(flat) if cotangents is None else cotangents
+        cotangents = [jnp.asarray(c, x.dtype) for c, x in zip(cotangents, flat, strict=True)]
+        return outputs, gradients_of(jax.tree.unflatten(tree, cotangents))
+
+    def run(inputs, *, state=None, cotangents=None):
+        with jax.enable_x64(wide):
+            changed = cast_floating(inputs, dtype)
+            fixed = {name: x for name, x in inputs.items() if name not in changed}
+            state = jax.tree.map(lambda x: jnp.asarray(x, dtype if wide else None), state)
+            result = compiled(changed, state, fixed, cotangents)
+            return jax.tree.map(lambda x: np.asarray(x, np.float64 if wide else np.float32), result)
+
+    return run
+
+
+def evaluate(function, inputs, *, dtype=None, **options):
+    """`evaluator(function)(inputs)`, for a single use."""
+    return evaluator(function, dtype=dtype)(inputs, **options)
 
 
 def cast_floating(inputs, dtype):

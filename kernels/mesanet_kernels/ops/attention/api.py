@@ -3,13 +3,25 @@
 B batch, T time, H query heads, J key heads, K key size, V value size.
 """
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 
 from mesanet_kernels import checks
-from mesanet_kernels.ops.attention import reference, xla
+from mesanet_kernels.ops.attention import cudnn, reference, xla
 from mesanet_kernels.ops.attention.cache import default_scale
 
-IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention}
+
+def _automatic(options, q, k, v, segment_ids):
+    """By the platform that is lowered for, which need not be the one that traces."""
+    default = partial(xla.attention, options)
+    if cudnn.lacks(options, q, k, v):
+        return default(q, k, v, segment_ids)
+    return jax.lax.platform_dependent(q, k, v, segment_ids, cuda=partial(cudnn.attention, options), default=default)
+
+
+IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention, "cudnn": cudnn.attention}
 
 
 def attention(q, k, v, *, window=None, segment_ids=None, scale=None, implementation=None):
@@ -20,7 +32,8 @@ def attention(q, k, v, *, window=None, segment_ids=None, scale=None, implementat
       window: token t sees tokens t - window + 1 to t; None: all up to t.
       segment_ids: int [B, T], non-decreasing; a token sees its own document only.
       scale: factor on the scores; default 1 / sqrt(K).
-      implementation: "reference", "xla", or None for the best that supports the call.
+      implementation: "reference"; "xla"; "cudnn" (NVIDIA GPUs, bfloat16 or float16, K = V); or None for the best
+        that supports the call.
 
     Returns:
       o [B, T, H, V] in v's dtype; softmax in float32.
@@ -28,10 +41,10 @@ def attention(q, k, v, *, window=None, segment_ids=None, scale=None, implementat
     Raises:
       ValueError: shapes or dtypes that do not fit. NotImplementedError: the implementation lacks what is asked.
     """
-    run = checks.choose("attention", implementation, IMPLEMENTATIONS, best="xla")
+    run = checks.choose("attention", implementation, IMPLEMENTATIONS | {None: _automatic}, best=None)
     sizes = checks.check_shapes("attention", {"q": (q, "BTHK"), "k": (k, "BTJK"), "v": (v, "BTJV")})
     checks.check_dtypes("attention", jnp.floating, {"q": q, "k": k, "v": v})
     checks.check_groups("attention", sizes)
     checks.check_positive("attention", window=window)
-    segment_ids = checks.segments("attention", segment_ids, sizes)
-    return run(xla.Options(window, default_scale(q, scale)), q, k, v, segment_ids)
+    options = xla.Options(window, default_scale(q, scale), one_document=segment_ids is None)
+    return run(options, q, k, v, checks.segments("attention", segment_ids, sizes))

@@ -19,6 +19,7 @@ BLOCK = 128
 class Options(NamedTuple):
     window: int | None
     scale: float
+    one_document: bool  # no segment_ids were given
 
 
 def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
@@ -52,6 +53,6 @@ def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
 
 def _blocks(x_BT, block):
     """[B, T, ...] -> [N, B, C, ...]; padded queries are computed and dropped."""
-    x_BT = pad_time(x_BT, chunk=block, mode="edge")
+    x_BT = pad_time(x_BT, chunk=block)
     batch, time, *rest = x_BT.shape
     return jnp.moveaxis(x_BT.reshape(batch, time // block, block, *rest), 1, 0)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from mesanet_kernels import chunks
 from mesanet_kernels.checks import accumulation_dtype
@@ -46,12 +47,14 @@ def _forward(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, s
     chunked, final_state = _prepare(
         options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, lam_HK=lam_HK)
     solution = _solve(options, chunked, chunks.split(q_BTHK.astype(dtype), options.chunk))
-    o_NBHCV = _read_values(chunked, solution.x_RK)
+    # Named so that a rematerialisation policy can keep the one value that is expensive to recompute.
+    solution_NBHCK = checkpoint_name(solution.x_RK, "mesa_q_star")
+    o_NBHCV = _read_values(chunked, solution_NBHCK)
     output = (chunks.join(o_NBHCV, length).astype(v_BTHV.dtype), final_state,
               chunks.join(solution.iterations_R, length))
     # Saved: the inputs but q, and q*. States are recomputed: they are K (K + V) / C times as large as a key.
     return output, (k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT,
-                    chunks.join(solution.x_RK, length))
+                    chunks.join(solution_NBHCK, length))
 
 
 def _backward(options, saved, cotangents):

@@ -1,0 +1,79 @@
+"""Training form == prefill + one token at a time, outputs and states."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import op_cases as cases
+import pytest
+
+import mesanet_kernels as mk
+from mesanet_kernels import shapes
+
+PREFILL = 6
+
+
+def mesa_step(token, state, implementation):
+    output = mk.mesa_step(**token, state=state, max_iters=5, implementation=implementation)
+    return output.o, output.final_state
+
+
+def gla_step(token, state, implementation):
+    return mk.gated_linear_attention_step(**token, state=state, implementation=implementation)
+
+
+def conv_step(token, state, implementation):
+    return mk.causal_conv1d_step(**token, state=state, activation="silu", implementation=implementation)
+
+
+# Mesa far from convergence: the two forms must take the same five steps, not only reach the same solution.
+STEPS = {"mesa": (mesa_step, dict(max_iters=5, chunk_size=4)), "gated_linear_attention": (gla_step, {}),
+         "causal_conv1d": (conv_step, {})}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("op", STEPS)
+def test_recurrent_ops(op, implementation):
+    step, options = STEPS[op]
+    step = jax.jit(partial(step, implementation=implementation))
+    inputs = shapes.example(op, "tiny")
+    length = shapes.SHAPES[op]["tiny"]["T"]
+    run = jax.jit(partial(cases.RECURRENT[op], implementation=implementation, **options))
+    o, final_state = run(inputs)
+
+    def cut(where):
+        return {name: x[:, where] if x.ndim > 1 and x.shape[1] == length else x for name, x in inputs.items()}
+
+    prefix, state = run(cut(slice(0, PREFILL)))
+    outputs = list(jnp.moveaxis(prefix, 1, 0))
+    for t in range(PREFILL, length):
+        output, state = step(cut(t), state)
+        outputs.append(output)
+    np.testing.assert_allclose(jnp.stack(outputs, axis=1), o, rtol=1e-5, atol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), state, final_state)
+
+
+# (window, slots): full attention, a window that fills its ring, one in a larger ring, a ring that is the window.
+@pytest.mark.parametrize("window, size", [(None, 11), (3, 3), (3, 8), (None, 4)])
+@pytest.mark.parametrize("prefill", [1, 2, 7])
+def test_attention(window, size, prefill):
+    inputs = shapes.example("attention", "tiny")
+    q, k, v = (jnp.asarray(x) for x in inputs.values())
+    (batch, length, heads, head_dim), v_dim = k.shape, v.shape[-1]
+    full_window = min(size, window or size)
+    wanted = mk.attention(q, k, v, window=full_window, scale=0.7, implementation="reference")
+
+    state = mk.init_attention_state(batch, heads, size, head_dim, v_dim, jnp.float32)
+    extend = jax.jit(partial(mk.attention_extend, window=window, scale=0.7))
+    step = jax.jit(partial(mk.attention_step, window=window, scale=0.7))
+    outputs = []
+    for start in (0, prefill):  # two chunks, then steps
+        o, state = extend(*(x[:, start:start + prefill] for x in (q, k, v)), state)
+        outputs.append(o)
+    for t in range(2 * prefill, length):
+        o, state = step(q[:, t], k[:, t], v[:, t], state)
+        outputs.append(o[:, None])
+    np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), wanted[:, :max(length, 2 * prefill)], atol=2e-6)
+    assert int(state.next_position) == max(length, min(2 * prefill, length))
+    assert state.keys.shape[1] == size

@@ -1,0 +1,144 @@
+"""What is Mesa's own: golden vectors, the solver's promises, the implicit gradient's scale."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import op_cases as cases
+import pytest
+
+import mesanet_kernels as mk
+from mesanet_kernels import shapes
+from mesanet_kernels.ops.mesa.solver import conjugate_gradients
+
+NAMES = dict(q="q", k="k", v="v", g="log_decay", beta="beta", lamb="lam")
+GOLDEN = sorted(cases.GOLDEN.glob("mesa_*.npz"))
+
+
+@functools.cache
+def golden_runner(implementation, dtype):
+    def call(inputs, state):
+        o, final_state = cases.mesa(inputs, state=state, max_iters=20, implementation=implementation)
+        return o, jax.lax.stop_gradient(final_state)
+    return cases.evaluator(call, dtype=dtype)
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+@pytest.mark.parametrize("implementation, dtype, limit", [("reference", jnp.float64, 1e-12), ("xla", None, 1e-4)])
+def test_golden(path, implementation, dtype, limit):
+    """T = 150, not a multiple of the chunk; values of a public implementation in float64. 20 steps suffice."""
+    data = np.load(path)
+    inputs = {name: data["in_" + key] for key, name in NAMES.items()}
+    zeros = np.zeros(data["out_final_kk"].shape, np.float32), np.zeros(data["out_final_kv"].shape, np.float32)
+    with_state = "in_h_kk" in data
+    outputs, (gradients, dstate) = golden_runner(implementation, dtype)(
+        inputs, state=(data["in_h_kk"], data["in_h_kv"]) if with_state else zeros,
+        cotangents=[data["cotangent_o"], *zeros])
+
+    wanted = {name: data["grad_" + key] for key, name in NAMES.items()}
+    errors = cases.relative_errors((outputs, gradients),
+                                   ((data["out_o"], (data["out_final_kk"], data["out_final_kv"])), wanted))
+    if with_state:
+        errors |= cases.relative_errors(dict(zip(("dh_kk", "dh_kv"), dstate)),
+                                        dict(dh_kk=data["grad_h_kk"], dh_kv=data["grad_h_kv"]))
+    assert len(GOLDEN) == 7 and max(errors.values()) < limit, errors
+
+
+def test_gradients_scale_with_the_cotangent():
+    inputs = shapes.example("mesa", "tiny")
+    sizes = shapes.SHAPES["mesa"]["tiny"]
+    cotangent = np.random.default_rng(0).standard_normal(inputs["v"].shape).astype(np.float32)
+    states = [np.zeros((sizes["B"], sizes["H"], sizes["K"], size), np.float32) for size in (sizes["K"], sizes["V"])]
+    run = cases.evaluator(cases.mesa)
+
+    def gradients(scale):
+        return run(inputs, cotangents=[np.float32(scale) * cotangent, *states])[1][0]
+
+    for scale in (1e-8, 1e-25):
+        unscaled = {name: x.astype(np.float64) / scale for name, x in gradients(scale).items()}
+        errors = cases.relative_errors(unscaled, gradients(1))
+        assert max(errors.values()) < 1e-5, errors
+
+
+def test_repeated_token_stays_finite_and_solved():
+    """2048 times the same key, no forgetting: the worst condition number (mesanet.md 1.7.5)."""
+    sizes = dict(B=1, T=2048, H=1, K=16, V=16)
+    inputs = shapes.example("mesa", sizes)
+    inputs["k"] = np.broadcast_to(inputs["k"][:, :1], inputs["k"].shape)
+    inputs["log_decay"], inputs["beta"] = np.zeros((1, 2048, 1), np.float32), np.ones((1, 2048, 1), np.float32)
+    inputs["lam"] = np.full((1, 16), 0.25, np.float32)
+
+    (o, (h_kk, h_kv)), (gradients, _) = cases.evaluate(cases.mesa, inputs)
+    assert all(np.all(np.isfinite(x)) for x in gradients.values())
+    x = np.linalg.solve(h_kk[0, 0].astype(np.float64) + 0.25 * np.eye(16), inputs["q"][0, -1, 0])
+    assert np.linalg.norm(o[0, -1, 0] - x @ h_kv[0, 0]) < 1e-3 * np.linalg.norm(x @ h_kv[0, 0])
+
+
+def systems(*, rows=6, size=24, seed=0):
+    rng = np.random.default_rng(seed)
+    factors = rng.standard_normal((rows, size, size)).astype(np.float32) / size**0.5
+    matrices = factors @ factors.swapaxes(1, 2) + 0.25 * np.eye(size, dtype=np.float32)
+    return jnp.asarray(matrices), jnp.asarray(rng.standard_normal((rows, size)).astype(np.float32))
+
+
+@functools.partial(jax.jit, static_argnames=("max_iters", "tol"))
+def solve(matrices, rhs, **options):
+    def operator(x):
+        return jnp.einsum("rij,rj->ri", matrices, x, precision="highest")
+    return conjugate_gradients(operator, jnp.diagonal(matrices, axis1=1, axis2=2), rhs, **options)
+
+
+def residuals(matrices, rhs, x):
+    return np.linalg.norm(np.asarray(rhs, np.float64) - np.einsum("rij,rj->ri", np.float64(matrices), x), axis=-1)
+
+
+def test_zero_steps_return_the_starting_point():
+    matrices, rhs = systems()
+    x, iterations = solve(matrices, rhs, max_iters=0, tol=0.0)
+    np.testing.assert_allclose(x, rhs / jnp.diagonal(matrices, axis1=1, axis2=2), rtol=1e-6)
+    assert np.all(iterations == 0)
+
+
+def test_tolerance_stops_each_row_at_its_own_step():
+    matrices, rhs = systems()
+    matrices = matrices.at[0].set(2 * jnp.eye(24)).at[0, 0, 1].set(0.1).at[0, 1, 0].set(0.1)  # solved in few steps
+    start = residuals(matrices, rhs, solve(matrices, rhs, max_iters=0, tol=0.0).x_RK)
+    for tol in (1e-1, 1e-3):
+        x, iterations = solve(matrices, rhs, max_iters=50, tol=tol)
+        assert np.all(residuals(matrices, rhs, x) <= 1.01 * tol * start)
+        assert iterations[0] < iterations.max() < 50
+        row, steps = 0, int(iterations[0])  # one step less would not do, and the row stays as it was when it stopped
+        np.testing.assert_array_equal(x[row], solve(matrices, rhs, max_iters=steps, tol=tol).x_RK[row])
+        before = solve(matrices, rhs, max_iters=steps - 1, tol=0.0).x_RK
+        assert residuals(matrices, rhs, before)[row] > tol * start[row]
+
+
+@pytest.mark.parametrize("tol", [0.0, 1e-4])
+def test_solver_is_scale_invariant_and_solves_zero(tol):
+    matrices, rhs = systems()
+    x, iterations = solve(matrices, rhs, max_iters=40, tol=tol)
+    for exponent in (-60, 60):  # powers of two: every bit must be the same
+        scaled, scaled_iterations = solve(matrices, rhs * 2.0**exponent, max_iters=40, tol=tol)
+        np.testing.assert_array_equal(scaled / 2.0**exponent, x)
+        np.testing.assert_array_equal(scaled_iterations, iterations)
+    assert np.all(solve(matrices, 0 * rhs, max_iters=40, tol=tol).x_RK == 0)
+
+
+def test_converged_rows_are_refined():
+    """Rank one plus a small multiple of the identity: x0 = b / diag starts far off, and its rounding must not stay."""
+    key = np.full((1, 32), 32**-0.5, np.float32)
+    matrices = jnp.asarray(200 * key[:, :, None] * key[:, None, :] + 0.25 * np.eye(32, dtype=np.float32))
+    rhs = jnp.asarray(key)
+    wanted = np.linalg.solve(np.float64(matrices), np.float64(rhs)[..., None])[..., 0]
+    x, iterations = solve(matrices, rhs, max_iters=20, tol=0.0)
+    assert np.linalg.norm(x - wanted) < 2e-5 * np.linalg.norm(wanted) and iterations[0] == 20
+
+
+def test_iterations_of_the_layer():
+    inputs = shapes.example("mesa", "ragged")
+    run = jax.jit(functools.partial(mk.mesa, max_iters=30), static_argnames="tol")
+    fixed, stopped = run(**inputs, tol=0.0), run(**inputs, tol=1e-4)
+    assert fixed.iterations.dtype == jnp.int32 and np.all(fixed.iterations == 30)
+    assert stopped.iterations.shape == (1, 70, 2) and 2 < stopped.iterations.mean() < 15
+    assert np.linalg.norm(stopped.o - fixed.o) < 1e-3 * np.linalg.norm(fixed.o)

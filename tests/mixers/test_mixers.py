@@ -1,0 +1,218 @@
+"""What every mixer promises: its calls compute one function, documents stay apart, states stay small.
+
+B batch, T time, D model width.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mesanet_jax import config as config_lib
+from mesanet_jax.errors import UserError
+from mesanet_jax.mixers import MIXERS
+
+B, T, D = 2, 37, 24
+# Every mixer as it is, and the options that change what it computes.
+VARIANTS = {name: (name, {}) for name in MIXERS} | {
+    "attention_grouped": ("attention", {"kv_heads": 1}),
+    "attention_window": ("attention", {"window": 5}),
+    "attention_grouped_window": ("attention", {"kv_heads": 1, "window": 5}),
+    "mesa_conv_on_value": ("mesa", {"conv_on_value": True}),
+    "mesa_output_gate": ("mesa", {"output_gate": True}),
+    "mesa_no_cap": ("mesa", {"decay_cap": 1.0}),
+    "mesa_long_memory": ("mesa", {"decay_bias_init": 2.0, "decay_bias_init_last": 8.0, "lambda_floor": 0.01}),
+    "mesa_small_chunks": ("mesa", {"chunk_size": 8, "max_iters": 4}),
+}
+variants = pytest.mark.parametrize("variant", VARIANTS)
+CONSTANT_STATE = [variant for variant, (name, options) in VARIANTS.items() if name == "mesa" or "window" in options]
+CHUNKS = (1, 7, 16, 2, 11)
+assert sum(CHUNKS) == T
+
+
+def mixer_of(variant, *, seed=0):
+    name, options = VARIANTS[variant]
+    model = config_lib.default_config((name,)).model
+    model.dim, model.layers, model.heads, model.head_dim = D, 2, 2, 8
+    model.norm_eps = 1e-3  # conditions the output at a document's start (tests/test_step.py)
+    model[name].update(options)
+    MIXERS[name].check(model)
+    return MIXERS[name](model, rngs=nnx.Rngs(params=seed))
+
+
+def stream(*, time=T, seed=1, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), (B, time, D)).astype(dtype)
+
+
+@jax.jit
+def whole(mixer, x_BTD, segment_ids_BT):
+    return mixer(x_BTD, segment_ids_BT)
+
+
+@jax.jit
+def extend(mixer, x_BTD, state):
+    return mixer.extend(x_BTD, state)
+
+
+@jax.jit
+def steps(mixer, x_BTD, state):
+    def one(state, x_BD):
+        y_BD, state = mixer.step(x_BD, state)
+        return state, y_BD
+
+    state, y_TBD = jax.lax.scan(one, state, x_BTD.swapaxes(0, 1))
+    return y_TBD.swapaxes(0, 1), state
+
+
+def one_document(time=T):
+    return jnp.zeros((B, time), jnp.int32)
+
+
+def relative(y, wanted):
+    return float(jnp.linalg.norm(y - wanted) / jnp.linalg.norm(wanted))
+
+
+@variants
+def test_training_is_prefill_and_steps(variant):
+    """Whole rows, odd chunks, a prefill and then steps, steps alone: one function, and one state at the end."""
+    mixer, x_BTD = mixer_of(variant), stream()
+    wanted_BTD = whole(mixer, x_BTD, one_document())
+    empty = mixer.init_state(B, max_length=T, dtype=jnp.float32)
+
+    stepped_BTD, last = steps(mixer, x_BTD, empty)
+    first_BTD, state = extend(mixer, x_BTD[:, :20], empty)
+    rest_BTD, prefilled_last = steps(mixer, x_BTD[:, 20:], state)
+    pieces, state = [], empty
+    for chunk_BTD in jnp.split(x_BTD, np.cumsum(CHUNKS)[:-1], axis=1):
+        y_BTD, state = extend(mixer, chunk_BTD, state)
+        pieces.append(y_BTD)
+
+    for y_BTD in (stepped_BTD, jnp.concatenate([first_BTD, rest_BTD], axis=1), jnp.concatenate(pieces, axis=1)):
+        assert relative(y_BTD, wanted_BTD) < 1e-5
+    for end in (prefilled_last, state):
+        for leaf, wanted in zip(jax.tree.leaves(end), jax.tree.leaves(last), strict=True):
+            assert leaf.dtype == wanted.dtype
+            np.testing.assert_allclose(leaf, wanted, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(wanted), initial=0)))
+
+
+DOCUMENTS = np.repeat([0, 1, 2, 3], [9, 1, 17, 10])[None].repeat(B, axis=0).astype(np.int32)
+
+
+@variants
+def test_documents_are_kept_apart(variant):
+    """Other inputs in document 2 change nothing outside it, to the bit: neither outputs nor gradients."""
+    mixer, x_BTD = mixer_of(variant), stream()
+    inside_BT = DOCUMENTS == 2
+    other_BTD = jnp.where(inside_BT[..., None], stream(seed=2), x_BTD)
+    cotangent_BTD = stream(seed=3)
+
+    @jax.jit
+    def outputs_and_gradients(x_BTD):
+        y_BTD, pullback = jax.vjp(lambda x: mixer(x, jnp.asarray(DOCUMENTS)), x_BTD)
+        return y_BTD, *pullback(cotangent_BTD)
+
+    for one, other in zip(outputs_and_gradients(x_BTD), outputs_and_gradients(other_BTD), strict=True):
+        np.testing.assert_array_equal(one[~inside_BT], other[~inside_BT])
+        changed_BT = np.any(np.asarray(one != other), axis=-1)
+        assert changed_BT[inside_BT].all()
+
+
+@variants
+def test_a_document_does_not_know_its_place(variant):
+    """A document in the middle of a row gives what it gives alone."""
+    mixer, x_BTD = mixer_of(variant), stream()
+    row_BTD = whole(mixer, x_BTD, jnp.asarray(DOCUMENTS))
+    begin, end = 10, 27
+    alone_BTD = whole(mixer, x_BTD[:, begin:end], one_document(end - begin))
+    assert relative(row_BTD[:, begin:end], alone_BTD) < 1e-5
+
+
+@variants
+def test_the_past_matters_and_the_future_does_not(variant):
+    mixer, x_BTD = mixer_of(variant), stream()
+    other_BTD = x_BTD.at[:, 20].add(1.0)
+    changed_T = jnp.any(whole(mixer, x_BTD, one_document()) != whole(mixer, other_BTD, one_document()), axis=(0, 2))
+    assert not changed_T[:20].any() and changed_T[20:24].all()
+    assert changed_T[25:].any() == ("window" not in variant)
+
+
+@pytest.mark.parametrize("variant", CONSTANT_STATE)
+def test_state_does_not_grow(variant):
+    mixer = mixer_of(variant)
+    short, long = (
+        jax.eval_shape(functools.partial(mixer.init_state, B, max_length=length, dtype=jnp.float32)) for length in (16, 10**6)
+    )
+    assert short == long
+
+
+@variants
+def test_state_keeps_its_shape(variant):
+    mixer = mixer_of(variant)
+    empty = mixer.init_state(B, max_length=T, dtype=jnp.bfloat16)
+    _, state = jax.eval_shape(extend, mixer, stream(dtype=jnp.bfloat16), empty)
+    assert jax.eval_shape(lambda: empty) == state
+
+
+@variants
+def test_bfloat16(variant):
+    """Outputs keep the dtype, gradients of parameters are float32 and finite, all near those of float32."""
+    mixer = mixer_of(variant)
+    graphdef, params = nnx.split(mixer)
+
+    @jax.jit
+    def outputs_and_gradients(x_BTD):
+        loss = lambda params: jnp.sum(jnp.square(nnx.merge(graphdef, params)(x_BTD, jnp.asarray(DOCUMENTS)).astype(jnp.float32)))
+        return whole(mixer, x_BTD, jnp.asarray(DOCUMENTS)), jax.grad(loss)(params)
+
+    y_BTD, grads = outputs_and_gradients(stream(dtype=jnp.bfloat16))
+    wanted_BTD, wanted = outputs_and_gradients(stream(dtype=jnp.bfloat16).astype(jnp.float32))
+    assert y_BTD.dtype == jnp.bfloat16
+    assert relative(y_BTD.astype(jnp.float32), wanted_BTD) < 0.02
+    norm = lambda tree: jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(grads))
+    assert norm(jax.tree.map(jnp.subtract, grads, wanted)) < 0.05 * norm(wanted)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("variant", [variant for variant, (name, _) in VARIANTS.items() if name == "mesa"])
+def test_a_token_repeated_4096_times(variant, dtype):
+    """The state becomes singular but for lambda; published kernels gave NaN here (field notes 35)."""
+    mixer = mixer_of(variant)
+    x_BTD = jnp.broadcast_to(stream(time=1, dtype=dtype)[:1], (1, 4096, D))
+
+    @jax.jit
+    def outputs_and_gradients(x_BTD):
+        return jax.value_and_grad(lambda x: jnp.sum(jnp.square(mixer(x, jnp.zeros((1, 4096), jnp.int32)).astype(jnp.float32))))(x_BTD)
+
+    value, gradient = outputs_and_gradients(x_BTD)
+    assert jnp.isfinite(value) and jnp.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize(
+    ("mixer", "section", "message"),
+    [
+        ("attention", {"attention.kv_heads": 2}, "kv_heads=2: must divide config.model.heads=3"),
+        ("attention", {"head_dim": 15}, "head_dim=15: rotary positions need an even size"),
+        ("mesa", {"mesa.lambda_init": 0.25}, "lambda_init=0.25: must be above lambda_floor=0.25"),
+        ("mesa", {"mesa.decay_cap": 1.5}, "decay_cap=1.5: must be above 0 and at most 1"),
+    ],
+)
+def test_impossible_options(mixer, section, message):
+    model = config_lib.default_config((mixer,)).model
+    model.heads = 3
+    model.update_from_flattened_dict(section)
+    with pytest.raises(UserError, match=message):
+        MIXERS[mixer].check(model)
+
+
+@variants
+def test_flops_are_positive_and_linear_or_quadratic(variant):
+    """Doubling the row at most doubles a token's cost, and does not change it where the memory is of constant size."""
+    one, two = (mixer_of(variant).flops_per_token(length) for length in (512, 1024))
+    assert 0 < one.forward < one.training <= 3 * one.forward
+    assert two.training < 2 * one.training
+    if variant in CONSTANT_STATE:
+        assert two.training == pytest.approx(one.training, rel=0.01)

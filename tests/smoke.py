@@ -1,0 +1,34 @@
+"""The smoke configs as tests change them, and batches for them.
+
+B rows, T time.
+"""
+
+import numpy as np
+
+from configs import mesanet, transformer
+from mesanet_jax import config as config_lib
+from mesanet_jax.step import BATCH
+
+FAMILIES = {"mesanet": mesanet, "transformer": transformer}
+
+
+def smoke_config(family: str, overrides: dict | None = None):
+    """The checked `smoke` config of a family with some values ({path: value}) changed."""
+    config = FAMILIES[family].get_config("smoke")
+    config.update_from_flattened_dict(overrides or {})
+    config_lib.validate(config)
+    return config
+
+
+def ragged_batch(config, *, seed: int = 0) -> dict:
+    """Random tokens in documents of any length; row r counts a share of (r + 1) / B of its targets, at random."""
+    rng = np.random.default_rng(seed)
+    rows, length = config.data.batch_size, config.data.seq_len
+    share_B1 = (1 + np.arange(rows)[:, None]) / rows
+    batch = {
+        "inputs": rng.integers(0, config.model.vocab_size, (rows, length)),
+        "targets": rng.integers(0, config.model.vocab_size, (rows, length)),
+        "segment_ids": np.cumsum(rng.random((rows, length)) < 0.06, axis=1),
+        "weights": rng.random((rows, length)) < share_B1,
+    }
+    return {name: x.astype(BATCH[name]) for name, x in batch.items()}
