@@ -37,7 +37,7 @@ def test_rows_rejoin_to_the_documents(seed):
 
 @pytest.mark.parametrize("every", [1, 2, 7])
 def test_when_rows_are_taken_does_not_matter(every):
-    documents = random_documents(0, 40)
+    documents = random_documents(0, 1000)
     assert pack(documents, every=every).tobytes() == pack(documents).tobytes()
 
 

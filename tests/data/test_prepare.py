@@ -83,6 +83,7 @@ def test_join_is_one_document_over_units(tmp_path):
             )
         )["splits"]["train"]
         assert len(made["shards"]) > 1 and made["documents"] == 1
+        assert made["tokens"] == made["text_bytes"] + 2
         assert "".join(documents(out)) == "".join(rows)
         packed = [np.load(out / shard["file"]) for shard in made["shards"]]
         assert sum(packing.starts(shard).sum() for shard in packed) == 1
