@@ -1,7 +1,9 @@
 """Checkpoints by Orbax: asynchronous, atomic, kept by two rules, and compared leaf by leaf before anything is loaded."""
 
 import contextlib
+import logging
 import pathlib
+import shutil
 from typing import Any
 
 import jax
@@ -26,6 +28,8 @@ class Checkpoints:
         handlers = {name: ocp.StandardCheckpointHandler() for name in ("params", "training")}
         handlers["about"] = ocp.JsonCheckpointHandler()
         directory = (workdir / DIRECTORY).resolve()
+        # Orbax logs with a traceback, in its threads, what it raises here as well; the one line of ours says it.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._directory = directory
         self._saving: int | None = None  # the step that is being written in the background
         with self._named_failure():
@@ -46,6 +50,7 @@ class Checkpoints:
         self.wait()
         self._saving = step
         with self._named_failure():
+            self._check_space(state)
             self._manager.save(step, args=args, force=True)
 
     def wait(self) -> None:
@@ -62,16 +67,27 @@ class Checkpoints:
         with self._named_failure():
             self._manager.close()
 
+    def _check_space(self, state) -> None:
+        """A full disk is met before a byte is written; a write that runs into it leaves tracebacks of its threads."""
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        free = shutil.disk_usage(self._directory).free
+        if free < needed:
+            raise OSError(f"needs {needed / 1e6:,.0f} MB, the disk has {free / 1e6:,.0f} MB free")
+
     @contextlib.contextmanager
     def _named_failure(self):
         try:
             yield
         except (OSError, ValueError) as error:
-            what = self._directory if self._saving is None else f"{self._directory}: checkpoint {self._saving} could not be written"
-            kept = f"; newest good checkpoint: {max(self.steps(), default='none')}" if self._saving is not None else ""
             text = " ".join(str(error).split())[:300]
-            self._saving = None
-            raise UserError(f"{what}: {text}{kept}") from error
+            if self._saving is None:
+                raise UserError(f"{self._directory}: {text}") from error
+            step, self._saving = self._saving, None
+            good = max(self._manager.all_steps(read=True), default="none")
+            raise UserError(
+                f"{self._directory}: checkpoint {step} could not be written: {text}; newest good checkpoint: {good};"
+                " make room and run the same command again"
+            ) from error
 
     def about(self, step: int) -> dict[str, Any]:
         """The JSON note saved with `step`."""

@@ -3,6 +3,7 @@
 B rows, T time.
 """
 
+import jax
 import numpy as np
 
 from configs import mesanet, transformer
@@ -32,3 +33,18 @@ def ragged_batch(config, *, seed: int = 0) -> dict:
         "weights": rng.random((rows, length)) < share_B1,
     }
     return {name: x.astype(BATCH[name]) for name, x in batch.items()}
+
+
+def relative_distances(one, other) -> dict[str, float]:
+    """{path: |one - other| / |other|} of the leaves of two trees, L2 norms."""
+    leaves = zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True)
+    return {
+        jax.tree_util.keystr(path): float(np.linalg.norm(leaf - wanted) / np.linalg.norm(wanted))
+        for (path, leaf), wanted in leaves
+    }
+
+
+def assert_bitwise(one, other) -> None:
+    """Two trees with the same paths, dtypes and bits; NaN equals NaN."""
+    for (path, leaf), wanted in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(leaf, wanted, err_msg=jax.tree_util.keystr(path), strict=True)

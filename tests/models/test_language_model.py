@@ -13,7 +13,7 @@ import pytest
 from mesanet_jax import config as config_lib
 from mesanet_jax import models
 from mesanet_jax.models.remat import POLICIES
-from tests.smoke import FAMILIES, ragged_batch, smoke_config
+from tests.smoke import FAMILIES, assert_bitwise, ragged_batch, relative_distances, smoke_config
 
 families = pytest.mark.parametrize("family", FAMILIES)
 VOCAB = 500  # padded to 512
@@ -42,11 +42,6 @@ def loss_and_gradients(family):
         return nats_BT, grads
 
     return jax.jit(call)
-
-
-def assert_trees_equal(one, other, **tolerance):
-    for (path, leaf), wanted in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(leaf, wanted, err_msg=jax.tree_util.keystr(path), **tolerance)
 
 
 @families
@@ -92,7 +87,7 @@ def test_padding_of_the_vocabulary_is_not_there(family):
     assert grads["embedding"].shape == (512, config.model.dim)
     assert not grads["embedding"][VOCAB:].any() and grads["embedding"][:VOCAB].any(axis=-1).all()
     changed = params | {"embedding": params["embedding"].at[VOCAB:].set(100.0)}
-    assert_trees_equal((nats_BT, grads), loss_and_gradients(family)(changed, batch), rtol=0, atol=0)
+    assert_bitwise((nats_BT, grads), loss_and_gradients(family)(changed, batch))
 
 
 @families
@@ -112,14 +107,13 @@ def test_documents(family, resets):
     if resets:
         _, before = loss_and_gradients(family)(params, batch)
         _, after = loss_and_gradients(family)(params, other)
-        mixer = lambda grads: grads["groups"]["block_0"]["mlp"]
-        assert_trees_equal(mixer(before), mixer(after), rtol=0, atol=1e-9)
+        assert_bitwise(before, after)
 
 
 @families
 def test_remat_saves_memory_and_changes_nothing(family):
     """In order of the config's choices: same loss and gradients, temporary memory never grows, and falls in all."""
-    shape = {"data.seq_len": 128, "data.batch_size": 2, "model.layers": 6, "model.norm_eps": 1e-3}
+    shape = {"data.seq_len": 128, "data.batch_size": 2, "model.layers": 24, "model.norm_eps": 1e-3}
     policies = config_lib.schema("language_model", ("mesa",))["model"]["remat"].choices
     assert policies == ("none", *POLICIES)
     results, memory = [], []
@@ -131,11 +125,11 @@ def test_remat_saves_memory_and_changes_nothing(family):
         compiled = jax.jit(call).lower(params, batch).compile()
         memory.append(compiled.memory_analysis().temp_size_in_bytes)
         results.append(compiled(params, batch))
-    assert memory == sorted(memory, reverse=True) and memory[-1] < 0.8 * memory[0], memory
+    assert memory == sorted(memory, reverse=True) and memory[-1] < 0.5 * memory[0], memory
     for loss, grads in results[1:]:
         np.testing.assert_allclose(loss, results[0][0], rtol=1e-6)
-        scale = max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(grads))
-        assert_trees_equal(grads, results[0][1], rtol=1e-4, atol=1e-6 * scale)
+        distances = relative_distances(grads, results[0][1])
+        assert max(distances.values()) < 2e-5, distances  # float32 through 24 layers, in another order
 
 
 @families
@@ -167,7 +161,7 @@ def test_initialisation(family):
 
 
 # Published: 146.2M, 433.9M, 937.5M (spec, mesanet.md 3); a change of the model shows here to the last parameter.
-COUNTS = {"140m": 0, "440m": 0, "1b": 0}
+COUNTS = {"140m": 146_195_368, "440m": 433_924_032, "1b": 937_489_568}
 PUBLISHED = {"140m": 146.2e6, "440m": 433.9e6, "1b": 937.5e6}
 
 
