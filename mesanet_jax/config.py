@@ -66,7 +66,7 @@ RUN = {
         "progress": Field(True, "show a live progress bar"),
     },
     "profile": {
-        "start": Field(None, "first step of a profiler trace, written to the workdir", kind=int, at_least=0),
+        "start": Field(None, "first step of a profiler trace, written to the workdir", kind=int, at_least=1),
         "steps": Field(5, "steps of the trace", at_least=1),
     },
     "compile_cache": Field("cache", "directory of compiled programs, relative to the workdir; none: no cache", kind=str),
@@ -75,6 +75,8 @@ RUN = {
 
 def schema(kind: str, pattern: tuple[str, ...]) -> schema_lib.Schema:
     """The fields of a run whose model is `kind` with the mixers of `pattern`."""
+    if kind not in MODELS:
+        raise UserError(f"config.model.kind={kind}: no such model; choose from {', '.join(sorted(MODELS))}")
     for name in (name for name in pattern if name not in MIXERS):
         raise UserError(f"config.model.pattern: no mixer {name!r}; choose from {', '.join(sorted(MIXERS))}")
     model = {

@@ -9,7 +9,9 @@ import dataclasses
 import difflib
 import importlib.util
 import json
+import math
 import pathlib
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -92,16 +94,23 @@ def parse(field: Field, text: str, *, path: str) -> Any:
         return None
     try:
         return _PARSERS[field.type](text)
-    except (ValueError, SyntaxError):
-        wanted = {int: "a whole number", float: "a number", bool: "true or false", tuple: "a list like a,b"}
+    except ValueError:
+        wanted = {int: "a whole number", float: "a finite number", bool: "true or false", tuple: "a list like a,b"}
         raise UserError(f"--config.{path}={text}: needs {wanted[field.type]}") from None
 
 
 def _parse_int(text: str) -> int:
-    number = float(text) if "e" in text.lower() else int(text)
+    number = _parse_float(text) if "e" in text.lower() else int(text)
     if number != int(number):
         raise ValueError(text)
     return int(number)
+
+
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
 
 
 def _parse_bool(text: str) -> bool:
@@ -123,7 +132,7 @@ def _literal(text: str) -> Any:
 
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_PARSERS = {int: _parse_int, float: float, bool: _parse_bool, str: str, tuple: _parse_tuple}
+_PARSERS = {int: _parse_int, float: _parse_float, bool: _parse_bool, str: str, tuple: _parse_tuple}
 
 
 def check(config: ml_collections.ConfigDict, schema: Schema, *, prefix: str = "config.") -> None:
@@ -135,7 +144,7 @@ def check(config: ml_collections.ConfigDict, schema: Schema, *, prefix: str = "c
         field = fields[path]
         if value is None and field.optional:
             continue
-        if not isinstance(value, (int, float) if field.type is float else field.type):
+        if not _has_type(value, field.type):
             raise UserError(f"{prefix}{path}={value!r}: needs {field.type.__name__}")
         if field.choices and value not in field.choices:
             raise UserError(f"{prefix}{path}={value}: choose one of {', '.join(map(str, field.choices))}")
@@ -144,6 +153,13 @@ def check(config: ml_collections.ConfigDict, schema: Schema, *, prefix: str = "c
     missing = sorted(set(fields) - set(values))
     if missing:
         raise UserError(f"{prefix}{missing[0]}: missing from this config")
+
+
+def _has_type(value: Any, kind: type) -> bool:
+    """Whole numbers are numbers too, but True is not 1, and NaN is not a number at all."""
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is kind
 
 
 def load_file(spec: str) -> ml_collections.ConfigDict:
@@ -163,11 +179,19 @@ def load_file(spec: str) -> ml_collections.ConfigDict:
     try:
         module_spec.loader.exec_module(module)
         return module.get_config(argument) if argument else module.get_config()
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        text = str(error).strip("'\"").splitlines()[0]
-        raise UserError(f"--config={spec}: {type(error).__name__}: {text}") from error
+    except UserError:
+        raise
+    except Exception as error:  # the file is the user's, and so is whatever it raises
+        raise UserError(f"--config={spec}: {type(error).__name__}: {_one_line(error)}") from error
     finally:
         sys.path.remove(root)
+
+
+def _one_line(error: Exception) -> str:
+    """Its text, without the list of all fields that ml_collections puts before its suggestion."""
+    text = " ".join(str(error).replace(r"\n", " ").split())  # a KeyError's text is its repr
+    text = re.sub(r"""^(['"])(.*)\1$""", r"\2", text)
+    return re.sub(r' Other fields present: ".*}"', "", text)
 
 
 def to_json(config: ml_collections.ConfigDict) -> str:

@@ -102,8 +102,9 @@ def _train_step(state, batch, *, config, model: Model, transformation, parts: in
     rate = optimizer_lib.learning_rate(config)(state["step"])
     directions, opt_state = transformation.update(grads, state["opt_state"], params)
     updated = jax.tree.map(lambda param, direction: param - rate * direction, params, directions)
-    # A step that is not finite changes nothing, so there is never a poisoned state to save.
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    # A step that is not finite changes nothing, so there is never a poisoned state to save: a finite gradient may
+    # still overflow the parameters, which the loss would show one step too late.
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(updated))
     keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
     after = {
         "step": state["step"] + 1,

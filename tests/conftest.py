@@ -1,12 +1,14 @@
 """Every test runs on eight virtual CPU devices, compiled without optimisation: compiling is what takes the time.
 
-Set before jax initialises, in the environment, so that the commands that tests start inherit it.
+Set before jax initialises, in the environment, so that the commands that tests start inherit it. Those marked `gpu` run
+by `JAX_PLATFORMS=cuda python -m pytest -m gpu`.
 """
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 import pytest

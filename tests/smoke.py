@@ -3,6 +3,8 @@
 B rows, T time.
 """
 
+import pathlib
+
 import jax
 import numpy as np
 
@@ -10,6 +12,7 @@ from configs import mesanet, transformer
 from mesanet_jax import config as config_lib
 from mesanet_jax.step import BATCH
 
+ROOT = pathlib.Path(__file__).parents[1]  # where the commands run
 FAMILIES = {"mesanet": mesanet, "transformer": transformer}
 
 

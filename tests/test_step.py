@@ -193,6 +193,21 @@ def test_poisoned_parameters_are_noticed(family):
     assert int(metrics["skipped"]) == 1
 
 
+@families
+def test_overflow_of_the_update_is_noticed(family):
+    """Loss and gradient are finite, the parameters' norm is not: such a state must not be saved as a good one."""
+    run = compiled(family)
+    state = fresh(run)
+    moments = optax.tree.get(state["opt_state"], "mu")
+    huge = moments | {"final_norm": jax.tree.map(lambda leaf: leaf + 1e25, moments["final_norm"])}
+    before = jax.device_get(state["params"])
+    state = state | {"opt_state": optax.tree.set(state["opt_state"], mu=huge)}
+    state, metrics = update(run, state, ragged_batch(run.config))
+    assert np.isfinite([metrics["loss"], metrics["grad_norm"]]).all()
+    assert int(metrics["skipped"]) == 1
+    assert_bitwise(jax.device_get(state["params"]), before)
+
+
 NO_DECAY = {
     "mesanet": {"embedding", "final_norm.scale", "mixer_norm.scale", "mlp_norm.scale", "mixer.norm.scale",
                 "mixer.lambda_raw", "mixer.input_gate.bias", "mixer.decay_gate.bias"},

@@ -51,7 +51,7 @@ def check_positive(op, **numbers):
 def check_groups(op, sizes):
     """Raises ValueError where the query heads H are not a multiple of the key heads J."""
     if sizes["H"] % sizes["J"]:
-        raise ValueError(f"{op}: q has {sizes['H']} heads and k {sizes['J']}; the first must be a multiple of the second")
+        raise ValueError(f"{op}: q has {sizes['H']} heads and k {sizes['J']}; q's must be a multiple of k's")
 
 
 def segments(op, segment_ids, sizes):
@@ -73,7 +73,8 @@ def choose(op, implementation, table, *, best):
     """
     name = best if implementation is None else implementation
     if name not in table:
-        raise NotImplementedError(f"{op}: no implementation {name!r}; it has {', '.join(map(repr, filter(None, table)))}")
+        known = ", ".join(repr(key) for key in table if key)
+        raise NotImplementedError(f"{op}: no implementation {name!r}; it has {known}")
     return table[name]
 
 

@@ -117,7 +117,7 @@ def rounded(inputs):
 
 def relative_errors(got, wanted):
     """Relative L2 error of every array of a tree, keyed by its path."""
-    return {jax.tree_util.keystr(path): float(np.linalg.norm(a.astype(np.float64) - b) / (np.linalg.norm(b) or 1))
+    return {jax.tree_util.keystr(path): float(np.linalg.norm(np.asarray(a, np.float64) - b) / (np.linalg.norm(b) or 1))
             for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)}
 
 

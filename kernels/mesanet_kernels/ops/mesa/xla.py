@@ -80,7 +80,7 @@ def _backward(options, saved, cotangents):
 
     dk, dv, dlog_decay, dbeta, dstate = gradients_of((do_NBHCV, -e_NBHCK, dfinal_state))
     dq_BTHK = chunks.join(e_NBHCK, length).astype(k_BTHK.dtype)
-    dlam_HK = -jnp.einsum("nbhck,nbhck->hk", solution_NBHCK, e_NBHCK).astype(lam_HK.dtype)
+    dlam_HK = -jnp.sum(solution_NBHCK * e_NBHCK, axis=(0, 1, 3)).astype(lam_HK.dtype)
     return dq_BTHK, dk, dv, dlog_decay, dbeta, dlam_HK, dstate, None
 
 

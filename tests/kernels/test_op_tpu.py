@@ -1,0 +1,50 @@
+"""Every op, forward and backward, compiles for a TPU without one, sharded over batch and heads, gathering nothing."""
+
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import op_cases as cases
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from test_op_sharding import SPECS
+
+from mesanet_kernels import shapes
+
+SIZES = dict(B=4, T=512, H=4, J=4, K=128, V=128, D=256, W=4)
+
+
+@pytest.fixture(scope="module")
+def tpu_mesh():
+    pytest.importorskip("libtpu", reason="the TPU compiler is optional: pip install libtpu")
+    for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost"),
+                        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")):
+        os.environ.setdefault(name, value)
+    devices = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu").devices
+    return Mesh(np.array(devices).reshape(2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", SPECS)
+def test_compiles_for_v5e(op, tpu_mesh):
+    inputs = shapes.example(op, {axis: SIZES[axis] for axis in shapes.SHAPES[op]["tiny"]})
+    gates = ("log_decay", "beta", "lam", "embedding")
+
+    def abstract(name, x):
+        dtype = jnp.bfloat16 if x.dtype == np.float32 and name not in gates else x.dtype
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(tpu_mesh, SPECS[op][name]))
+
+    arguments = {name: abstract(name, x) for name, x in inputs.items()}
+    floating = {name: x for name, x in arguments.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    fixed = {name: x for name, x in arguments.items() if name not in floating}
+
+    def loss(floating, fixed):
+        return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(cases.ALL[op](fixed | floating)))
+
+    step = jax.jit(jax.grad(loss), out_shardings={name: x.sharding for name, x in floating.items()})
+    compiled = step.trace(floating, fixed).lower(lowering_platforms=("tpu",)).compile()
+    moved = set(re.findall(r"\b(all-gather|all-to-all|collective-permute)", compiled.as_text()))
+    assert not moved, moved

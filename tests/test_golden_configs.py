@@ -1,0 +1,45 @@
+"""Every shipped config as text, so that a changed default shows in review.
+
+`python -m tests.test_golden_configs` from the repository's root writes the texts anew.
+"""
+
+import pathlib
+
+import pytest
+
+from configs import backbone, mesanet, prepare, transformer
+from mesanet_jax import schema
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "configs"
+CONFIGS = {
+    f"{name}-{variant}": (module, variant)
+    for name, module, variants in (
+        ("mesanet", mesanet, backbone.SIZES),
+        ("transformer", transformer, backbone.SIZES),
+        ("prepare", prepare, prepare.PRESETS),
+    )
+    for variant in variants
+}
+
+
+def text_of(name: str) -> str:
+    module, variant = CONFIGS[name]
+    return "".join(f"{path} = {value!r}\n" for path, value in schema.flatten(module.get_config(variant)).items())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_is_as_written(name):
+    written = (GOLDEN / f"{name}.txt").read_text().splitlines()
+    hint = "if the change is meant: python -m tests.test_golden_configs"
+    assert text_of(name).splitlines() == written, hint
+
+
+def test_every_text_has_its_config():
+    assert {path.stem for path in GOLDEN.iterdir()} == set(CONFIGS)
+
+
+if __name__ == "__main__":
+    for stale in GOLDEN.glob("*.txt"):
+        stale.unlink()
+    for name in CONFIGS:
+        (GOLDEN / f"{name}.txt").write_text(text_of(name))
