@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 RUN := runs/demo
 
-.PHONY: demo test test-all bench clean
+.PHONY: demo test test-all lint clean
 
 .venv/installed: pyproject.toml constraints.txt scripts/make_venv.sh
 	@scripts/make_venv.sh .venv
@@ -25,6 +25,10 @@ test-all: .venv/installed .venv/tpu-compiler
 
 .venv/tpu-compiler: .venv/installed
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ libtpu==0.0.50
+
+lint: .venv/installed
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
 
 clean:
 	rm -rf .venv runs build *.egg-info

@@ -24,6 +24,9 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 def parse(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     """The declared flags, and the `--config.a.b=value` overrides as {'a.b': 'value'}; anything else is an error."""
+    required = [action for action in flags._actions if action.required]
+    for action in required:  # checked last: a missing flag is often one that was misspelt, which says more
+        action.required = False
     args, rest = flags.parse_known_args(argv)
     overrides: dict[str, str] = {}
     rest = list(rest)
@@ -41,6 +44,9 @@ def parse(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Nam
         path = name.removeprefix("--config.")
         if overrides.setdefault(path, value) != value:
             raise UserError(f"{name}: given twice, as {overrides[path]} and {value}")
+    for action in required:
+        if getattr(args, action.dest) is None:
+            raise UserError(f"{action.option_strings[0]}: is missing ({action.help})")
     return args, overrides
 
 

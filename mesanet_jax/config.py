@@ -30,8 +30,8 @@ RUN = {
         "warmup_steps": Field(2000, "steps of linear warm-up", at_least=0, fixed=True),
         "warmup_from": Field(1e-6, "learning rate of the first step", at_least=0.0, fixed=True),
         "final_ratio": Field(0.1, "learning rate at the end over the peak, reached by a cosine", at_least=0.0, fixed=True),
-        "b1": Field(0.9, "decay of the gradient's mean", at_least=0.0, fixed=True),
-        "b2": Field(0.98, "decay of the squared gradient's mean", at_least=0.0, fixed=True),
+        "b1": Field(0.9, "decay of the gradient's mean", at_least=0.0, below=1.0, fixed=True),
+        "b2": Field(0.98, "decay of the squared gradient's mean", at_least=0.0, below=1.0, fixed=True),
         "eps": Field(1e-8, "added to the root of the second moment", at_least=0.0, fixed=True),
         "weight_decay": Field(0.1, "decoupled weight decay, times the learning rate", at_least=0.0, fixed=True),
         "no_decay": Field(
@@ -39,7 +39,7 @@ RUN = {
             "parameters without weight decay, by a component of their path",
             fixed=True,
         ),
-        "clip_norm": Field(1.0, "gradients are scaled down to this global norm; none: no clipping", kind=float, fixed=True),
+        "clip_norm": Field(1.0, "gradients are scaled down to this global norm; none: no clipping", kind=float, above=0.0, fixed=True),
     },
     "train": {
         "rows_per_device": Field(16, "rows a device holds at once; a larger batch is accumulated inside the step", at_least=1),
@@ -147,14 +147,18 @@ def validate(config: ml_collections.ConfigDict) -> None:
     if not model.pattern:
         raise UserError("config.model.pattern: names no mixer")
     if model.layers % len(model.pattern):
-        raise UserError(f"config.model.layers={model.layers}: not a multiple of the {len(model.pattern)} blocks of config.model.pattern")
+        raise UserError(
+            f"config.model.layers={model.layers}: not a multiple of the {len(model.pattern)} blocks of config.model.pattern"
+        )
     if optimizer.warmup_steps >= config.steps:
         raise UserError(
             f"config.optimizer.warmup_steps={optimizer.warmup_steps}: must be below config.steps={config.steps}"
         )
     for axis, size in config.mesh.items():
         if size < 1 and not (axis == "data" and size == -1):
-            raise UserError(f"config.mesh.{axis}={size}: must be at least 1" + (", or -1 for the rest" if axis == "data" else ""))
+            raise UserError(
+                f"config.mesh.{axis}={size}: must be at least 1" + (", or -1 for the rest" if axis == "data" else "")
+            )
     for name in model.pattern:
         MIXERS[name].check(model)
 
@@ -162,7 +166,10 @@ def validate(config: ml_collections.ConfigDict) -> None:
 def differences(saved: dict, config: ml_collections.ConfigDict) -> tuple[list[str], list[str]]:
     """What differs between a workdir's saved config and this one: (refused on resume, merely reported), one line each."""
     fields = schema_lib.flatten(schema(config.model.kind, config.model.pattern))
-    now = {key: tuple(value) if isinstance(value, list) else value for key, value in schema_lib.flatten(config.to_dict()).items()}
+    now = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in schema_lib.flatten(config.to_dict()).items()
+    }
     refused, reported = [], []
     for path in sorted(saved.keys() | now.keys()):
         before, after = saved.get(path, "(absent)"), now.get(path, "(absent)")

@@ -61,7 +61,9 @@ class Report:
         """The table that is printed."""
         result = self.evaluation
         bits = "none" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
-        extrapolated = "" if self.seq_len == self.trained_seq_len else f" (trained on {self.trained_seq_len}: extrapolation)"
+        extrapolated = (
+            "" if self.seq_len == self.trained_seq_len else f" (trained on {self.trained_seq_len}: extrapolation)"
+        )
         rows = [
             ("loss (nats / token)", f"{result.loss:.4f}"),
             ("perplexity", f"{result.perplexity:.2f}"),
@@ -79,7 +81,9 @@ class Report:
 
     def record(self) -> dict:
         """The same as plain JSON; a position without a valid token has the loss null."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "evaluation"}
+        fields = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "evaluation"
+        }
         result = self.evaluation
         scores = {name: getattr(result, name) for name in ("loss", "perplexity", "bits_per_byte", "tokens", "bytes")}
         curve = [None if np.isnan(loss) else float(loss) for loss in result.position_loss_T]
@@ -100,7 +104,9 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """A Markdown table whose columns also line up on a console."""
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    pad = lambda row: [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+    pad = lambda row: [
+        cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+    ]
     rule = [("-" * width if i == 0 else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (pad(header), rule, *map(pad, rows)))
 

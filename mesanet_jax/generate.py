@@ -33,7 +33,9 @@ def main(argv: list[str]) -> None:
     flags.add_argument("--top_p", type=float, default=1.0, help="draw from the fewest tokens of this probability")
     flags.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     flags.add_argument("--num_samples", type=int, default=1, help="texts to draw (default: %(default)s)")
-    flags.add_argument("--prefill_chunk", type=int, default=256, help="prompt tokens read at once (default: %(default)s)")
+    flags.add_argument(
+        "--prefill_chunk", type=int, default=256, help="prompt tokens read at once (default: %(default)s)"
+    )
     args, overrides = cli.parse(flags, argv)
     for name in ("max_tokens", "num_samples", "prefill_chunk"):
         if getattr(args, name) < 1:

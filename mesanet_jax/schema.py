@@ -26,7 +26,7 @@ class Field:
     """One declared config field.
 
     `kind` is the value's type when `default` is None; `fixed` marks what a resumed run may not change;
-    `at_least` is an inclusive lower bound.
+    `at_least` is an inclusive lower bound, `above` and `below` are exclusive ones.
     """
 
     default: Any
@@ -34,6 +34,8 @@ class Field:
     kind: type | None = None
     choices: tuple = ()
     at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
     fixed: bool = False
 
     @property
@@ -150,6 +152,10 @@ def check(config: ml_collections.ConfigDict, schema: Schema, *, prefix: str = "c
             raise UserError(f"{prefix}{path}={value}: choose one of {', '.join(map(str, field.choices))}")
         if field.at_least is not None and value < field.at_least:
             raise UserError(f"{prefix}{path}={value}: must be at least {field.at_least}")
+        if field.above is not None and value <= field.above:
+            raise UserError(f"{prefix}{path}={value}: must be above {field.above}")
+        if field.below is not None and value >= field.below:
+            raise UserError(f"{prefix}{path}={value}: must be below {field.below}")
     missing = sorted(set(fields) - set(values))
     if missing:
         raise UserError(f"{prefix}{missing[0]}: missing from this config")

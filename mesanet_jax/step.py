@@ -75,7 +75,9 @@ def compile_program(config, model: Model, mesh: jax.sharding.Mesh) -> Program:
             out_shardings=(state_shardings, mesh_lib.replicated(mesh)),
             donate_argnums=0,
         ),
-        loss=jax.jit(model.loss, in_shardings=(state_shardings["params"], rows), out_shardings=mesh_lib.replicated(mesh)),
+        loss=jax.jit(
+            model.loss, in_shardings=(state_shardings["params"], rows), out_shardings=mesh_lib.replicated(mesh)
+        ),
     )
 
 

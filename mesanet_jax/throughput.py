@@ -41,5 +41,9 @@ class Throughput:
 
     def _memory(self) -> dict[str, float]:
         here = [device for device in self._devices if device.process_index == jax.process_index()]
-        peaks = [stats["peak_bytes_in_use"] for device in here if "peak_bytes_in_use" in (stats := device.memory_stats() or {})]
+        peaks = [
+            stats["peak_bytes_in_use"]
+            for device in here
+            if "peak_bytes_in_use" in (stats := device.memory_stats() or {})
+        ]
         return {"memory_gb": max(peaks) / 1e9} if peaks else {}

@@ -128,7 +128,8 @@ class TensorBoard:
 
     def log(self, step: int, scalars: Scalars) -> None:
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+            if math.isfinite(value):  # it would print a warning for each of them
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._writer.close()

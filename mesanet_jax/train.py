@@ -12,10 +12,9 @@ import pathlib
 import jax
 
 from mesanet_jax import checkpoint as checkpoint_lib
-from mesanet_jax import cli
+from mesanet_jax import cli, models, schema
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
-from mesanet_jax import models, schema
 from mesanet_jax import step as step_lib
 from mesanet_jax import workdir as workdir_lib
 from mesanet_jax.data.loader import Batches, eval_batches
@@ -48,13 +47,11 @@ def main(argv: list[str]) -> int:
 def train(config, workdir: pathlib.Path, preemption: Preemption) -> int:
     """Runs `config` in `workdir` to its last step, from wherever it stands: the process's exit status."""
     # ---- what the run is, and whether it is the one that this workdir holds
-    rows = PackedRows(config.data.path, config.data.split)
-    validation = PackedRows(config.data.path, config.data.validation_split)
-    check_data(config, rows)
+    rows, validation = open_data(config)
     saved = checkpoint_lib.Checkpoints(
         workdir, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
     )
-    changed = workdir_lib.claim(workdir, config, begun=bool(saved.steps()))
+    changed = workdir_lib.check(workdir, config, begun=bool(saved.steps()))
     workdir_lib.use_compile_cache(workdir, config)
 
     # ---- the mesh, the model and the compiled step
@@ -76,6 +73,8 @@ def train(config, workdir: pathlib.Path, preemption: Preemption) -> int:
         # ---- the state: resumed, or given weights, or fresh
         about = {"config": config.to_dict(), "data": rows.fingerprint, "tokenizer": rows.tokenizer.hash}
         state, start = initial_state(config, program, model, saved, about)
+        if chief:
+            workdir_lib.save(workdir, config)
         progress = Progress(config.steps, start=start, enabled=chief, live=config.log.progress)
         stack.enter_context(progress)
         if start:
@@ -141,14 +140,20 @@ def train(config, workdir: pathlib.Path, preemption: Preemption) -> int:
     return 0
 
 
-def check_data(config, rows: PackedRows) -> None:
-    """The data must have been prepared with this model's vocabulary and row length."""
+def open_data(config) -> tuple[PackedRows, PackedRows]:
+    """The rows to train on and those to validate on, prepared with this model's vocabulary and row length."""
+    data = config.data
+    if not data.path:
+        raise UserError("config.data.path: is empty; name a directory written by mesanet_jax.prepare")
+    rows = PackedRows(data.path, data.split)
     for field, wanted, given in (
-        ("data.seq_len", config.data.seq_len, rows.seq_len),
+        ("data.seq_len", data.seq_len, rows.seq_len),
         ("model.vocab_size", config.model.vocab_size, rows.vocab_size),
     ):
         if wanted != given:
-            raise UserError(f"config.{field}={wanted}, but {config.data.path} was prepared with {given}; set --config.{field}={given} or prepare the data again")
+            remedy = f"set --config.{field}={given} or prepare the data again"
+            raise UserError(f"config.{field}={wanted}, but {data.path} was prepared with {given}; {remedy}")
+    return rows, PackedRows(data.path, data.validation_split)
 
 
 def initial_state(config, program, model, saved: checkpoint_lib.Checkpoints, about: dict) -> tuple:
@@ -157,7 +162,9 @@ def initial_state(config, program, model, saved: checkpoint_lib.Checkpoints, abo
     if steps:
         before = saved.about(steps[-1])["data"]
         if before != about["data"]:
-            raise UserError(f"the data differ from those this run began with: fingerprint {before} in the checkpoint, {about['data']} in {config.data.path}")
+            raise UserError(
+                f"the data differ from those this run began with: fingerprint {before} in the checkpoint, {about['data']} in {config.data.path}"
+            )
         return saved.restore(steps[-1], program.state), steps[-1]
     state = program.init(jax.random.key(config.seed))
     if config.checkpoint.init_from is not None:
@@ -189,8 +196,8 @@ def report(step: int, metrics: dict, config, trackers, progress, throughput: Thr
     allowed = config.train.max_skips if config.train.nonfinite == "skip" else 0
     if skipped > allowed:
         raise SystemExit(
-            f"step {step}: loss {scalars['loss']}, gradient norm {scalars['grad_norm']}: not finite"
-            f" ({skipped} in a row); the update was not applied, the last checkpoint is good."
+            f"step {step}: loss {scalars['loss']}, gradient norm {scalars['grad_norm']}: these or the updated parameters"
+            f" are not finite ({skipped} in a row); the update was not applied, the last checkpoint is good."
             " Lower config.optimizer.learning_rate, or set config.train.nonfinite=skip"
         )
     if skipped:

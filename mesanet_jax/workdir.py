@@ -11,8 +11,8 @@ from mesanet_jax.errors import UserError
 CONFIG = "config.json"
 
 
-def claim(workdir: pathlib.Path, config, *, begun: bool) -> list[str]:
-    """Makes the directory for this run, or checks that it holds the same one; saves the resolved config.
+def check(workdir: pathlib.Path, config, *, begun: bool) -> list[str]:
+    """Checks that the directory holds no other run than this.
 
     `begun` says whether a checkpoint exists: before the first one nothing binds the directory to its config.
 
@@ -20,22 +20,28 @@ def claim(workdir: pathlib.Path, config, *, begun: bool) -> list[str]:
       One line for each harmless field that differs from the saved config.
 
     Raises:
-      UserError: the directory cannot be written, or holds a run that differs where it may not.
+      UserError: the directory holds a run that differs where it may not.
     """
     saved = workdir / CONFIG
-    reported: list[str] = []
+    if not begun or not saved.exists():
+        return []
+    refused, reported = config_lib.differences(schema.read_json(saved), config)
+    if refused:
+        raise UserError(
+            f"{workdir} holds another run: {'; '.join(refused)}; choose another --workdir, or the same values"
+        )
+    return reported
+
+
+def save(workdir: pathlib.Path, config) -> None:
+    """Writes the resolved config, once nothing speaks against this run any more."""
+    saved = workdir / CONFIG
+    partial = saved.with_suffix(".partial")
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if begun and saved.exists():
-            refused, reported = config_lib.differences(schema.read_json(saved), config)
-            if refused:
-                raise UserError(f"{workdir} holds another run: {'; '.join(refused)}; choose another --workdir, or the same values")
-        partial = saved.with_suffix(".partial")
         partial.write_text(schema.to_json(config))
         partial.replace(saved)
     except OSError as error:
         raise UserError(f"--workdir={workdir}: {error.strerror or error}") from error
-    return reported
 
 
 def use_compile_cache(workdir: pathlib.Path, config) -> None:

@@ -64,7 +64,9 @@ def restore(path, run, step=3):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(ONE, ONE), (ALL, ONE), (ONE, ALL), (ROWS, COLUMNS), (COLUMNS, ROWS), (ALL, (2, 2, 2))], ids=str
+    ("before", "after"),
+    [(ONE, ONE), (ALL, ONE), (ONE, ALL), (ROWS, COLUMNS), (COLUMNS, ROWS), (ALL, (2, 2, 2))],
+    ids=str,
 )
 def test_restores_to_the_bit_on_any_mesh(tmp_path, before, after):
     state = saved_run(tmp_path, run_on(before))
@@ -130,7 +132,11 @@ def test_long_lists_of_differences_are_cut(tmp_path):
 
 @pytest.mark.parametrize(
     ("rules", "kept"),
-    [({"keep_last": 2}, [5, 6]), ({"keep_last": 1, "keep_every": 3}, [3, 6]), ({"keep_last": 2, "keep_every": 4}, [4, 5, 6])],
+    [
+        ({"keep_last": 2}, [5, 6]),
+        ({"keep_last": 1, "keep_every": 3}, [3, 6]),
+        ({"keep_last": 2, "keep_every": 4}, [4, 5, 6]),
+    ],
 )
 def test_rules_of_keeping(tmp_path, rules, kept):
     run = SimpleNamespace(program=SimpleNamespace(state={"params": {"w": jnp.ones(3)}, "step": jnp.zeros((), int)}))
@@ -181,7 +187,9 @@ def test_failed_save_is_not_swallowed(tmp_path, monkeypatch):
     checkpoints = checkpoint_lib.Checkpoints(tmp_path)
     for name in ("os.rename", "os.replace", "pathlib.Path.rename"):
         monkeypatch.setattr(name, _no_space)
-    with pytest.raises(UserError, match="checkpoint 1 could not be written: .*No space left.*newest good checkpoint: none"):
+    with pytest.raises(
+        UserError, match="checkpoint 1 could not be written: .*No space left.*newest good checkpoint: none"
+    ):
         checkpoints.save(1, state_on(run_on()), ABOUT)
         checkpoints.wait()
 

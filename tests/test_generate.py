@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.tiny_run import CONFIGS, prepare_data, save_run
 
 from mesanet_jax import generate, models
 from mesanet_jax.data.tokenizer import Bytes
 from mesanet_jax.errors import UserError
 from mesanet_jax.sampling import Sampler, Sampling, StreamDecoder, chunk_sizes, state_bytes, truncate
+from tests.tiny_run import CONFIGS, prepare_data, save_run
 
 MIXERS = ("mesa", "attention")
 
@@ -165,7 +165,9 @@ def test_few_compilations(built):
 def test_state_of_mesa_is_constant_and_attentions_grows(built):
     def size(mixer, length):
         sampler, params = built[mixer]
-        return state_bytes(jax.eval_shape(lambda params: sampler.model.init_state(params, 1, max_length=length), params))
+        return state_bytes(
+            jax.eval_shape(lambda params: sampler.model.init_state(params, 1, max_length=length), params)
+        )
 
     assert size("mesa", 10) == size("mesa", 10_000)
     assert size("attention", 10_000) > 900 * size("attention", 10)
@@ -229,7 +231,9 @@ def test_prompt_from_stdin_file_or_flag(monkeypatch, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("naïve\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("naïve\n"))
-    read = lambda prompt, prompt_file=None: generate.read_prompt(SimpleNamespace(prompt=prompt, prompt_file=prompt_file))
+    read = lambda prompt, prompt_file=None: generate.read_prompt(
+        SimpleNamespace(prompt=prompt, prompt_file=prompt_file)
+    )
     assert read("-") == read("", file) == read("naïve\n")
     with pytest.raises(UserError, match="give one of them"):
         read("a", file)

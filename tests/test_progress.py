@@ -70,7 +70,15 @@ def test_live_false_gives_plain_lines_on_a_terminal(monkeypatch):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (950, "950"), (1000, "1.00k"), (12_345, "12.3k"), (999_999, "1.00M"), (123e6, "123M"), (1.5e12, "1.50T")],
+    [
+        (0, "0"),
+        (950, "950"),
+        (1000, "1.00k"),
+        (12_345, "12.3k"),
+        (999_999, "1.00M"),
+        (123e6, "123M"),
+        (1.5e12, "1.50T"),
+    ],
 )
 def test_short_number(value, text):
     assert progress.short_number(value) == text

@@ -152,7 +152,9 @@ def test_training_is_what_it_was(family):
 
 def write_golden():
     names = ("loss", "grad_norm", "param_norm", "learning_rate", "valid_tokens")
-    golden = {family: [{name: one[name] for name in names} for one in run_on_one_batch(family)[:2]] for family in FAMILIES}
+    golden = {
+        family: [{name: one[name] for name in names} for one in run_on_one_batch(family)[:2]] for family in FAMILIES
+    }
     GOLDEN.write_text(json.dumps(golden, indent=2) + "\n")
 
 
@@ -220,7 +222,9 @@ def test_weight_decay_alone(family):
     """A batch without a valid token has no gradient: what moves is what decays, by rate x decay."""
     run = compiled(family)
     state, _ = update(run, fresh(run), ragged_batch(run.config))  # the second step's rate is above rounding
-    state = state | {"opt_state": optax.tree.set(state["opt_state"], mu=jax.tree.map(jax.numpy.zeros_like, state["params"]))}
+    state = state | {
+        "opt_state": optax.tree.set(state["opt_state"], mu=jax.tree.map(jax.numpy.zeros_like, state["params"]))
+    }
     before = jax.device_get(state["params"])
     batch = ragged_batch(run.config)
     state, metrics = update(run, state, batch | {"weights": np.zeros_like(batch["weights"])})

@@ -39,7 +39,9 @@ SMOKE_MESH = {"mesh.data": 2, "mesh.fsdp": 2}
 )
 def test_training_step_compiles_and_fits(spec, topology, overrides, capsys):
     if COMPILER not in os.environ:
-        pytest.skip(f"{COMPILER} is not set; `make test-all` installs the compiler (pip install --target DIR libtpu) and sets it")
+        pytest.skip(
+            f"{COMPILER} is not set; `make test-all` installs the compiler (pip install --target DIR libtpu) and sets it"
+        )
     compiler = str((ROOT / os.environ[COMPILER]).resolve())
     done = subprocess.run(
         [sys.executable, "-m", "tests.test_tpu_compile", spec, topology, json.dumps(overrides)],
@@ -48,7 +50,9 @@ def test_training_step_compiles_and_fits(spec, topology, overrides, capsys):
     assert done.returncode == 0, done.stderr[-4000:]
     memory = json.loads(done.stdout.splitlines()[-1])
     with capsys.disabled():
-        print(f"\n{spec} on {topology}:", ", ".join(f"{name} {size / GIBIBYTE:.3f} GiB" for name, size in memory.items()))
+        print(
+            f"\n{spec} on {topology}:", ", ".join(f"{name} {size / GIBIBYTE:.3f} GiB" for name, size in memory.items())
+        )
     assert memory["argument"] + memory["temp"] < HBM[topology]
 
 

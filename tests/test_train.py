@@ -183,7 +183,9 @@ def test_finished_run_says_so(runs, whole):
     before, records = runs.state(whole), runs.records(whole)
     done = runs.run(whole, {"name": "renamed"})
     assert done.status == 0 and f"holds all {STEPS} steps" in done.both
-    assert "changed since this run began: config.name: mesanet-smoke in the workdir, renamed now" in done.both, done.both
+    assert "changed since this run began: config.name: mesanet-smoke in the workdir, renamed now" in done.both, (
+        done.both
+    )
     assert_bitwise(runs.state(whole)[1], before[1])
     assert runs.records(whole) == records
 
@@ -219,7 +221,10 @@ def test_data_that_do_not_fit(runs, tmp_path):
         ({"data.path": ""}, "config.data.path"),
         ({"data.split": "test"}, "no split 'test'"),
         ({"data.seq_len": 32}, f"config.data.seq_len=32, but {runs.data} was prepared with 64"),
-        ({"model.vocab_size": 512}, f"config.model.vocab_size=512, but {runs.data} was prepared with {rows.vocab_size}"),
+        (
+            {"model.vocab_size": 512},
+            f"config.model.vocab_size=512, but {runs.data} was prepared with {rows.vocab_size}",
+        ),
     ):
         with pytest.raises(UserError) as raised:
             train.main(runs.argv("none", overrides))

@@ -33,7 +33,8 @@ def save_run(path: pathlib.Path, data: str, *, mixer: str, steps=(4, 8)):
     config = CONFIGS[mixer].get_config("smoke")
     rows = PackedRows(data, "train")
     config.data.path, config.data.seq_len, config.model.vocab_size = data, rows.seq_len, rows.vocab_size
-    workdir.claim(path, config, begun=False)
+    path.mkdir(parents=True, exist_ok=True)
+    workdir.save(path, config)
     params = jax.jit(models.build(config.model).init)(jax.random.key(0))
     saved = checkpoint.Checkpoints(path)
     about = {"config": config.to_dict(), "data": rows.fingerprint, "tokenizer": rows.tokenizer.hash}

@@ -43,8 +43,11 @@ def main():
                 continue
             row = measure(op, shape, arguments)
             rows.append(row)
-            print(f"{op:<24}{shape:<12}{row['forward_ms']:>11.3f}{row['forward_backward_ms']:>11.3f}"
-                  f"{row['scratch_mib']:>8.0f}{row['error']:>10.1e}{row['gradient_error']:>11.1e}", flush=True)
+            print(
+                f"{op:<24}{shape:<12}{row['forward_ms']:>11.3f}{row['forward_backward_ms']:>11.3f}"
+                f"{row['scratch_mib']:>8.0f}{row['error']:>10.1e}{row['gradient_error']:>11.1e}",
+                flush=True,
+            )
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(dict(environment(), arguments=vars(arguments), rows=rows), file, indent=1)
@@ -71,15 +74,21 @@ def measure(op, shape, arguments):
     forward = jax.jit(function).lower(inputs).compile()
     backward = jax.jit(with_gradients(function)).lower(inputs).compile()
     error, gradient_error = errors(op, shape, function, arguments.dtype)
-    return dict(op=op, shape=shape, sizes=shapes.SHAPES[op][shape],
-                forward_ms=median_ms(forward, inputs, arguments.repeats),
-                forward_backward_ms=median_ms(backward, inputs, arguments.repeats),
-                scratch_mib=backward.memory_analysis().temp_size_in_bytes / 2**20,
-                error=error, gradient_error=gradient_error)
+    return dict(
+        op=op,
+        shape=shape,
+        sizes=shapes.SHAPES[op][shape],
+        forward_ms=median_ms(forward, inputs, arguments.repeats),
+        forward_backward_ms=median_ms(backward, inputs, arguments.repeats),
+        scratch_mib=backward.memory_analysis().temp_size_in_bytes / 2**20,
+        error=error,
+        gradient_error=gradient_error,
+    )
 
 
 def with_gradients(function):
     """inputs -> (output, gradients of the sum of its sines with respect to the floating inputs)."""
+
     def run(inputs):
         floating = {name: x for name, x in inputs.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
@@ -89,6 +98,7 @@ def with_gradients(function):
 
         gradients, output = jax.grad(loss, has_aux=True)(floating)
         return output, gradients
+
     return run
 
 
@@ -98,8 +108,9 @@ def errors(op, shape, function, dtype):
     inputs = cast(shapes.example(op, sizes), dtype)
     got = jax.jit(with_gradients(function))(inputs)
     with jax.enable_x64(True):
-        wide = {name: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-                for name, x in inputs.items()}
+        wide = {
+            name: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x for name, x in inputs.items()
+        }
         wanted = jax.jit(with_gradients(partial(OPS[op], implementation="reference")))(wide)
     output, gradients = jax.tree.map(relative_error, got, wanted)
     return output, max(gradients.values())
@@ -111,8 +122,10 @@ def relative_error(got, wanted):
 
 
 def cast(inputs, dtype):
-    return {name: jnp.asarray(x, dtype if x.dtype == np.float32 and name not in WIDE else None)
-            for name, x in inputs.items()}
+    return {
+        name: jnp.asarray(x, dtype if x.dtype == np.float32 and name not in WIDE else None)
+        for name, x in inputs.items()
+    }
 
 
 def median_ms(compiled, inputs, repeats):
@@ -126,8 +139,12 @@ def median_ms(compiled, inputs, repeats):
 
 
 def environment():
-    return dict(device=jax.devices()[0].device_kind, jax=jax.__version__, jaxlib=jax.lib.__version__,
-                date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+    return dict(
+        device=jax.devices()[0].device_kind,
+        jax=jax.__version__,
+        jaxlib=jax.lib.__version__,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
 
 
 if __name__ == "__main__":

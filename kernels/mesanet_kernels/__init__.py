@@ -1,15 +1,24 @@
 """Sequence-mixing ops for JAX on TPU, GPU and CPU: pure functions on arrays, documented where they are defined."""
 
 from mesanet_kernels.ops.attention.api import attention
-from mesanet_kernels.ops.attention.cache import (
-    AttentionState, attention_extend, attention_step, init_attention_state)
+from mesanet_kernels.ops.attention.cache import AttentionState, attention_extend, attention_step, init_attention_state
 from mesanet_kernels.ops.causal_conv1d.api import causal_conv1d, causal_conv1d_step
 from mesanet_kernels.ops.gated_linear_attention.api import gated_linear_attention, gated_linear_attention_step
 from mesanet_kernels.ops.mesa.api import MesaOutput, mesa, mesa_step
 from mesanet_kernels.ops.softmax_cross_entropy.api import softmax_cross_entropy
 
 __all__ = [
-    "AttentionState", "MesaOutput", "attention", "attention_extend", "attention_step", "causal_conv1d",
-    "causal_conv1d_step", "gated_linear_attention", "gated_linear_attention_step", "init_attention_state", "mesa",
-    "mesa_step", "softmax_cross_entropy",
+    "AttentionState",
+    "MesaOutput",
+    "attention",
+    "attention_extend",
+    "attention_step",
+    "causal_conv1d",
+    "causal_conv1d_step",
+    "gated_linear_attention",
+    "gated_linear_attention_step",
+    "init_attention_state",
+    "mesa",
+    "mesa_step",
+    "softmax_cross_entropy",
 ]

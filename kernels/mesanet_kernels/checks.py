@@ -29,8 +29,9 @@ def check_shapes(op, arguments):
                 raise ValueError(f"{op}: {name} has shape {array.shape}; no dimension may be empty")
             owner.setdefault(axis, name)
             if sizes.setdefault(axis, size) != size:
-                raise ValueError(f"{op}: {name} has shape {array.shape}; it needs {wanted},"
-                                 f" {axis}={sizes[axis]} as in {owner[axis]}")
+                raise ValueError(
+                    f"{op}: {name} has shape {array.shape}; it needs {wanted}, {axis}={sizes[axis]} as in {owner[axis]}"
+                )
     return sizes
 
 

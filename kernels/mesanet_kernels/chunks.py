@@ -26,6 +26,7 @@ class ChunkWeights(NamedTuple):
       and across documents. Its last row is the weight of each token in the state that leaves the chunk.
     enter_NBHC: weight of the entering state in token t's state; 0 where a document started in between.
     """
+
     intra_NBHCC: jax.Array
     enter_NBHC: jax.Array
 
@@ -95,8 +96,7 @@ def chunk_states(k_NBHCK, v_NBHCV, weights, initial_BHKV):
         update_BHKV, carry_BH = inputs
         return carry_BH[..., None, None] * state_BHKV + update_BHKV, state_BHKV
 
-    final_BHKV, states_NBHKV = jax.lax.scan(
-        carry_over, initial_BHKV, (update_NBHKV, weights.enter_NBHC[..., -1]))
+    final_BHKV, states_NBHKV = jax.lax.scan(carry_over, initial_BHKV, (update_NBHKV, weights.enter_NBHC[..., -1]))
     return states_NBHKV, final_BHKV
 
 

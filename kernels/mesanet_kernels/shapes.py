@@ -51,9 +51,13 @@ def example(op, shape, *, seed=0):
 
 def _gated_linear_attention(rng, s):
     rows = s["B"], s["T"], s["H"]
-    return dict(q=_unit(rng, *rows, s["K"]), k=_unit(rng, *rows, s["K"]), v=_normal(rng, *rows, s["V"]),
-                log_decay=-np.exp(rng.uniform(-7, 0, rows)).astype(np.float32),
-                beta=rng.uniform(0, 1, rows).astype(np.float32))
+    return dict(
+        q=_unit(rng, *rows, s["K"]),
+        k=_unit(rng, *rows, s["K"]),
+        v=_normal(rng, *rows, s["V"]),
+        log_decay=-np.exp(rng.uniform(-7, 0, rows)).astype(np.float32),
+        beta=rng.uniform(0, 1, rows).astype(np.float32),
+    )
 
 
 def _mesa(rng, s):
@@ -66,14 +70,19 @@ def _causal_conv1d(rng, s):
 
 
 def _attention(rng, s):
-    return dict(q=_normal(rng, s["B"], s["T"], s["H"], s["K"]), k=_normal(rng, s["B"], s["T"], s["J"], s["K"]),
-                v=_normal(rng, s["B"], s["T"], s["J"], s["V"]))
+    return dict(
+        q=_normal(rng, s["B"], s["T"], s["H"], s["K"]),
+        k=_normal(rng, s["B"], s["T"], s["J"], s["K"]),
+        v=_normal(rng, s["B"], s["T"], s["J"], s["V"]),
+    )
 
 
 def _softmax_cross_entropy(rng, s):
-    return dict(hidden=_normal(rng, s["B"], s["T"], s["D"]),
-                embedding=(_normal(rng, s["V"], s["D"]) / np.float32(np.sqrt(s["D"]))),
-                targets=rng.integers(0, s["V"], (s["B"], s["T"]), dtype=np.int32))
+    return dict(
+        hidden=_normal(rng, s["B"], s["T"], s["D"]),
+        embedding=(_normal(rng, s["V"], s["D"]) / np.float32(np.sqrt(s["D"]))),
+        targets=rng.integers(0, s["V"], (s["B"], s["T"]), dtype=np.int32),
+    )
 
 
 def _normal(rng, *shape):

@@ -5,22 +5,31 @@ B batch, T time, D model width, H query heads, G key/value heads, K head size, S
 
 import jax.numpy as jnp
 from flax import nnx
-from mesanet_kernels import attention, attention_extend, attention_step, init_attention_state
 
 from mesanet_jax.errors import UserError
 from mesanet_jax.flops import Flops, products
 from mesanet_jax.layers import Linear, fan_in_normal, rotary
 from mesanet_jax.schema import Field
+from mesanet_kernels import attention, attention_extend, attention_step, init_attention_state
 
 
 class Attention(nnx.Module):
     """The softmax baseline of the MesaNet paper (section 4): multi-head attention, RoPE, no biases."""
 
     FIELDS = {
-        "kv_heads": Field(None, "key/value heads, a divisor of model.heads; none: one a query head", kind=int, fixed=True),
-        "rope_base": Field(10_000.0, "base of the rotary frequencies; the paper does not state its own", fixed=True),
+        "kv_heads": Field(
+            None, "key/value heads, a divisor of model.heads; none: one a query head", kind=int, at_least=1, fixed=True
+        ),
+        "rope_base": Field(
+            10_000.0, "base of the rotary frequencies; the paper does not state its own", above=1.0, fixed=True
+        ),
         "window": Field(None, "tokens that a token sees, itself included; none: all", kind=int, at_least=1, fixed=True),
-        "implementation": Field(None, "attention backend of the kernel library; none: the best that applies", kind=str),
+        "implementation": Field(
+            None,
+            "attention backend of the kernel library; none: the best that applies",
+            kind=str,
+            choices=("reference", "xla", "cudnn"),
+        ),
     }
 
     @staticmethod

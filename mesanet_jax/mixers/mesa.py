@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from mesanet_kernels import causal_conv1d, causal_conv1d_step, mesa, mesa_step
 
 from mesanet_jax.errors import UserError
 from mesanet_jax.flops import Flops, products, solves
 from mesanet_jax.layers import Linear, RMSNorm, fan_in_normal, l2_normalize, param
 from mesanet_jax.schema import Field
+from mesanet_kernels import causal_conv1d, causal_conv1d_step, mesa, mesa_step
 
 
 class MesaState(NamedTuple):
@@ -43,7 +43,7 @@ class Mesa(nnx.Module):
         "max_iters": Field(30, "solver iterations at most, in training, evaluation and decoding alike", at_least=1),
         "tol": Field(0.0, "stop a row at this residual relative to its first; 0: always max_iters", at_least=0.0),
         "chunk_size": Field(None, "tokens a chunk of the parallel form; none: the kernel library's choice", kind=int, at_least=1),
-        "implementation": Field(None, "mesa backend of the kernel library; none: the best that applies", kind=str),
+        "implementation": Field(None, "mesa backend of the kernel library; none: the best that applies", kind=str, choices=("reference", "xla")),
     }  # fmt: skip
 
     @staticmethod

@@ -6,10 +6,10 @@ B batch, T time, D model width.
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from mesanet_jax.mesh import constrain
-from mesanet_jax.mixers import MIXERS
 from mesanet_jax.flops import Flops, products
 from mesanet_jax.layers import RMSNorm, SwiGLU, fan_in_normal
+from mesanet_jax.mesh import constrain
+from mesanet_jax.mixers import MIXERS
 
 ACTIVATION = ("batch", None, None)
 

@@ -6,14 +6,14 @@ B batch, T time, D model width, V vocabulary (padded to a multiple for sharding)
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from mesanet_kernels import softmax_cross_entropy
 
 from mesanet_jax.flops import Flops, products
+from mesanet_jax.layers import RMSNorm, param, stack
 from mesanet_jax.mesh import constrain
 from mesanet_jax.models.block import ACTIVATION, Group
-from mesanet_jax.layers import RMSNorm, fan_in_normal, param, stack
 from mesanet_jax.models.remat import remat
 from mesanet_jax.schema import Field
+from mesanet_kernels import softmax_cross_entropy
 
 
 class LanguageModel(nnx.Module):
@@ -26,11 +26,11 @@ class LanguageModel(nnx.Module):
         "layers": Field(14, "blocks, a multiple of the pattern's length", at_least=1, fixed=True),
         "heads": Field(6, "heads of the mixer", at_least=1, fixed=True),
         "head_dim": Field(128, "size of a head's keys, queries and values", at_least=1, fixed=True),
-        "mlp_ratio": Field(3.0, "feed-forward width over dim, for each of SwiGLU's two branches", fixed=True),
-        "norm_eps": Field(1e-6, "epsilon of every RMSNorm", fixed=True),
-        "logit_softcap": Field(30.0, "c in c tanh(logits / c); none: no cap", kind=float, fixed=True),
+        "mlp_ratio": Field(3.0, "feed-forward width over dim, for each of SwiGLU's two branches", above=0.0, fixed=True),
+        "norm_eps": Field(1e-6, "epsilon of every RMSNorm", above=0.0, fixed=True),
+        "logit_softcap": Field(30.0, "c in c tanh(logits / c); none: no cap", kind=float, above=0.0, fixed=True),
         "tie_embeddings": Field(True, "the head is the embedding, transposed", fixed=True),
-        "residual_init_scale": Field(2.0, "variance of weights into the residual stream, times layers times fan-in", fixed=True),
+        "residual_init_scale": Field(2.0, "variance of weights into the residual stream, times layers times fan-in", above=0.0, fixed=True),
         "reset_at_documents": Field(True, "no state, tap or attention crosses a document; the paper lets them cross", fixed=True),
         "compute_dtype": Field("bfloat16", "dtype of activations; parameters are float32", choices=("bfloat16", "float32")),
         "remat": Field("mixer", "what the backward pass recomputes", choices=("none", "matmuls", "mixer", "full")),

@@ -9,7 +9,6 @@ from data_helpers import ROOT
 DATA = ROOT / "mesanet_jax" / "data"
 
 
-
 def test_no_jax_where_workers_are_spawned():
     names = {path.stem for path in DATA.glob("*.py")} - {"__init__", "loader"}
     imports = "; ".join(f"import mesanet_jax.data.{name}" for name in names)

@@ -12,14 +12,13 @@ from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.prepare import prepare
 
 
-
 @pytest.mark.parametrize("seq_len", [7, 32, 1000])
 @pytest.mark.parametrize(("bos", "eos"), [(True, False), (False, True), (False, False)])
 def test_documents_come_back_exactly(tmp_path, seq_len, bos, eos):
     texts = corpus(tmp_path)
-    made = prepare(
-        make_config(input=tmp_path / "*.zst", output=tmp_path / "out", seq_len=seq_len, bos=bos, eos=eos)
-    )["splits"]["train"]
+    made = prepare(make_config(input=tmp_path / "*.zst", output=tmp_path / "out", seq_len=seq_len, bos=bos, eos=eos))[
+        "splits"
+    ]["train"]
     assert documents(tmp_path / "out") == texts
     assert made["documents"] == len(texts)
     assert made["text_bytes"] == sum(len(text.encode()) for text in texts)
@@ -78,9 +77,7 @@ def test_join_is_one_document_over_units(tmp_path):
     for workers in (1, 2):
         out = tmp_path / f"out{workers}"
         made = prepare(
-            make_config(
-                input=tmp_path / "*.parquet", output=out, document="join", unit_mb=1, eos=True, workers=workers
-            )
+            make_config(input=tmp_path / "*.parquet", output=out, document="join", unit_mb=1, eos=True, workers=workers)
         )["splits"]["train"]
         assert len(made["shards"]) > 1 and made["documents"] == 1
         assert made["tokens"] == made["text_bytes"] + 2

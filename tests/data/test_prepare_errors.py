@@ -13,7 +13,6 @@ from mesanet_jax.errors import UserError
 from mesanet_jax.prepare import prepare
 
 
-
 def broken_corpus(tmp_path) -> list[str]:
     """Two files with a broken line and an empty document in the first and a cut end in the second."""
     good = [f"good text {number}" for number in range(20)]

@@ -12,7 +12,6 @@ from mesanet_jax.errors import UserError
 from mesanet_jax.prepare import prepare
 
 
-
 def many_units(tmp_path) -> dict:
     """Settings of a corpus of 6 units, each taking a noticeable time."""
     texts = austen_texts()

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import mesanet_kernels as mk
-from mesanet_kernels import shapes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ITERATIONS = 30
@@ -101,8 +100,11 @@ def evaluate(function, inputs, *, dtype=None, **options):
 def cast_floating(inputs, dtype):
     """The floating inputs only, as jax arrays of `dtype`; gates and the embedding never become bfloat16."""
     kept = {"log_decay", "beta", "lam", "embedding"} if dtype == jnp.bfloat16 else ()
-    return {name: jnp.asarray(x, None if name in kept else dtype) for name, x in inputs.items()
-            if np.issubdtype(x.dtype, np.floating)}
+    return {
+        name: jnp.asarray(x, None if name in kept else dtype)
+        for name, x in inputs.items()
+        if np.issubdtype(x.dtype, np.floating)
+    }
 
 
 def random_cotangents(flat, *, seed=3):
@@ -117,8 +119,10 @@ def rounded(inputs):
 
 def relative_errors(got, wanted):
     """Relative L2 error of every array of a tree, keyed by its path."""
-    return {jax.tree_util.keystr(path): float(np.linalg.norm(np.asarray(a, np.float64) - b) / (np.linalg.norm(b) or 1))
-            for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)}
+    return {
+        jax.tree_util.keystr(path): float(np.linalg.norm(np.asarray(a, np.float64) - b) / (np.linalg.norm(b) or 1))
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
+    }
 
 
 def assert_close(got, wanted, *, limit):

@@ -14,8 +14,9 @@ from mesanet_kernels import shapes
 def oracle(op, inputs, **options):
     """The float64 reference on these inputs."""
     state = options.pop("state", None)
-    return cases.evaluate(partial(cases.ALL[op], implementation="reference", **options), inputs, state=state,
-                          dtype=jnp.float64)
+    return cases.evaluate(
+        partial(cases.ALL[op], implementation="reference", **options), inputs, state=state, dtype=jnp.float64
+    )
 
 
 def attempt(op, inputs, *, state=None, dtype=None, **options):
@@ -46,8 +47,7 @@ def test_initial_state_and_documents(op):
     sizes = shapes.SHAPES[op]["ragged"]
     options = dict(state=cases.random_state(op, sizes), segment_ids=cases.documents(sizes, 2, 17, 66))
     inputs = shapes.example(op, "ragged")
-    cases.assert_close(attempt(op, inputs, **options), oracle(op, inputs, **options),
-                       limit=cases.LIMITS.get(op, 1e-5))
+    cases.assert_close(attempt(op, inputs, **options), oracle(op, inputs, **options), limit=cases.LIMITS.get(op, 1e-5))
 
 
 @pytest.mark.parametrize("length, chunk", [(1, 16), (2, 1), (17, 16), (17, 4)])
@@ -56,8 +56,11 @@ def test_any_length_and_chunk(op, length, chunk):
     sizes = shapes.SHAPES[op]["tiny"] | {"T": length}
     inputs = shapes.example(op, sizes)
     options = dict(state=cases.random_state(op, sizes))
-    cases.assert_close(attempt(op, inputs, chunk_size=chunk, **options), oracle(op, inputs, **options),
-                       limit=cases.LIMITS.get(op, 1e-5))
+    cases.assert_close(
+        attempt(op, inputs, chunk_size=chunk, **options),
+        oracle(op, inputs, **options),
+        limit=cases.LIMITS.get(op, 1e-5),
+    )
 
 
 @pytest.mark.parametrize("op", ["mesa", "gated_linear_attention"])
@@ -86,8 +89,9 @@ def test_cross_entropy_padding_and_weights():
     inputs["weights"] = weights
 
     def call(inputs, *, implementation):
-        return mk.softmax_cross_entropy(**inputs, vocab_size=33, softcap=5.0, block_size=16,
-                                        implementation=implementation)
+        return mk.softmax_cross_entropy(
+            **inputs, vocab_size=33, softcap=5.0, block_size=16, implementation=implementation
+        )
 
     wanted = cases.evaluate(partial(call, implementation="reference"), inputs, dtype=jnp.float64)
     loss, gradients = got = cases.evaluate(partial(call, implementation="xla"), inputs)

@@ -17,8 +17,6 @@ def test_against_the_reference(window, documents, implementation):
     sizes = dict(B=2, T=160, H=4, J=2, K=64, V=64)
     inputs = cases.rounded(shapes.example("attention", sizes))
     options = dict(window=window, segment_ids=cases.documents(sizes, *documents) if documents else None)
-    wanted = cases.evaluate(partial(cases.attention, implementation="reference", **options), inputs,
-                            dtype=jnp.float64)
-    got = cases.evaluate(partial(cases.attention, implementation=implementation, **options), inputs,
-                         dtype=jnp.bfloat16)
+    wanted = cases.evaluate(partial(cases.attention, implementation="reference", **options), inputs, dtype=jnp.float64)
+    got = cases.evaluate(partial(cases.attention, implementation=implementation, **options), inputs, dtype=jnp.bfloat16)
     cases.assert_close(got, wanted, limit=5e-3)

@@ -28,8 +28,11 @@ def conv_step(token, state, implementation):
 
 
 # Mesa far from convergence: the two forms must take the same five steps, not only reach the same solution.
-STEPS = {"mesa": (mesa_step, dict(max_iters=5, chunk_size=4)), "gated_linear_attention": (gla_step, {}),
-         "causal_conv1d": (conv_step, {})}
+STEPS = {
+    "mesa": (mesa_step, dict(max_iters=5, chunk_size=4)),
+    "gated_linear_attention": (gla_step, {}),
+    "causal_conv1d": (conv_step, {}),
+}
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -69,7 +72,7 @@ def test_attention(window, size, prefill):
     step = jax.jit(partial(mk.attention_step, window=window, scale=0.7))
     outputs = []
     for start in (0, prefill):  # two chunks, then steps
-        o, state = extend(*(x[:, start:start + prefill] for x in (q, k, v)), state)
+        o, state = extend(*(x[:, start : start + prefill] for x in (q, k, v)), state)
         outputs.append(o)
     for t in range(2 * prefill, length):
         o, state = step(q[:, t], k[:, t], v[:, t], state)

@@ -10,8 +10,12 @@ import pytest
 from mesanet_kernels import shapes
 
 FIRST, LAST = 4, 9  # the middle of three documents, inside a chunk and across one
-OPTIONS = {"mesa": dict(chunk_size=4, max_iters=8), "gated_linear_attention": dict(chunk_size=4),
-           "causal_conv1d": {}, "attention": {}}
+OPTIONS = {
+    "mesa": dict(chunk_size=4, max_iters=8),
+    "gated_linear_attention": dict(chunk_size=4),
+    "causal_conv1d": {},
+    "attention": {},
+}
 
 
 def per_token(op, outputs):
@@ -27,8 +31,10 @@ def test_a_perturbed_document_changes_no_other(op):
     inside = (time >= FIRST) & (time < LAST)
     by_time = [name for name, x in inputs.items() if x.ndim > 1 and x.shape[1] == len(time)]
     other = shapes.example(op, shapes.SHAPES[op]["tiny"] | {"B": 1}, seed=9)
-    changed = inputs | {name: np.where(inside.reshape((-1,) + (1,) * (inputs[name].ndim - 2)), 3 * other[name],
-                                       inputs[name]) for name in by_time}
+    changed = inputs | {
+        name: np.where(inside.reshape((-1,) + (1,) * (inputs[name].ndim - 2)), 3 * other[name], inputs[name])
+        for name in by_time
+    }
 
     run = cases.evaluator(partial(cases.OVER_DOCUMENTS[op], segment_ids=segment_ids, **OPTIONS[op]))
     (outputs, gradients), (new_outputs, new_gradients) = run(inputs), run(changed)

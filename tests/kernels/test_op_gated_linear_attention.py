@@ -19,15 +19,19 @@ def errors(path, implementation, dtype, *, decay, beta):
 
     def call(inputs, state=None):
         q, k, v, log_decay, *rest = (inputs[name] for name in names)
-        o, final = mk.gated_linear_attention(q, k, v, log_decay, beta=rest[0] if rest else None, initial_state=state,
-                                             implementation=implementation)
+        o, final = mk.gated_linear_attention(
+            q, k, v, log_decay, beta=rest[0] if rest else None, initial_state=state, implementation=implementation
+        )
         return o, jax.lax.stop_gradient(final)
 
     outputs, (gradients, dstate) = cases.evaluate(
-        call, inputs, state=state, dtype=dtype, cotangents=[data["cotangent_o"], np.zeros_like(data["out_final"])])
+        call, inputs, state=state, dtype=dtype, cotangents=[data["cotangent_o"], np.zeros_like(data["out_final"])]
+    )
     wanted = {name: data["grad_" + name] for name in names}
-    return cases.relative_errors((outputs, gradients, dstate), (
-        (data["out_o"], data["out_final"]), wanted, None if state is None else data["grad_h0"]))
+    return cases.relative_errors(
+        (outputs, gradients, dstate),
+        ((data["out_o"], data["out_final"]), wanted, None if state is None else data["grad_h0"]),
+    )
 
 
 @pytest.mark.parametrize("path", SCALAR, ids=lambda path: path.stem)

@@ -21,6 +21,7 @@ def golden_runner(implementation, dtype):
     def call(inputs, state):
         o, final_state = cases.mesa(inputs, state=state, max_iters=20, implementation=implementation)
         return o, jax.lax.stop_gradient(final_state)
+
     return cases.evaluator(call, dtype=dtype)
 
 
@@ -33,15 +34,19 @@ def test_golden(path, implementation, dtype, limit):
     zeros = np.zeros(data["out_final_kk"].shape, np.float32), np.zeros(data["out_final_kv"].shape, np.float32)
     with_state = "in_h_kk" in data
     outputs, (gradients, dstate) = golden_runner(implementation, dtype)(
-        inputs, state=(data["in_h_kk"], data["in_h_kv"]) if with_state else zeros,
-        cotangents=[data["cotangent_o"], *zeros])
+        inputs,
+        state=(data["in_h_kk"], data["in_h_kv"]) if with_state else zeros,
+        cotangents=[data["cotangent_o"], *zeros],
+    )
 
     wanted = {name: data["grad_" + key] for key, name in NAMES.items()}
-    errors = cases.relative_errors((outputs, gradients),
-                                   ((data["out_o"], (data["out_final_kk"], data["out_final_kv"])), wanted))
+    errors = cases.relative_errors(
+        (outputs, gradients), ((data["out_o"], (data["out_final_kk"], data["out_final_kv"])), wanted)
+    )
     if with_state:
-        errors |= cases.relative_errors(dict(zip(("dh_kk", "dh_kv"), dstate)),
-                                        dict(dh_kk=data["grad_h_kk"], dh_kv=data["grad_h_kv"]))
+        errors |= cases.relative_errors(
+            dict(zip(("dh_kk", "dh_kv"), dstate)), dict(dh_kk=data["grad_h_kk"], dh_kv=data["grad_h_kv"])
+        )
     assert len(GOLDEN) == 7 and max(errors.values()) < limit, errors
 
 
@@ -86,6 +91,7 @@ def systems(*, rows=6, size=24, seed=0):
 def solve(matrices, rhs, **options):
     def operator(x):
         return jnp.einsum("rij,rj->ri", matrices, x, precision="highest")
+
     return conjugate_gradients(operator, jnp.diagonal(matrices, axis1=1, axis2=2), rhs, **options)
 
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import op_cases as cases
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from mesanet_kernels import shapes
 
@@ -48,6 +49,7 @@ def test_forward_and_backward_gather_nothing(op):
 @pytest.mark.parametrize("op", cases.ALL)
 def test_memory_is_linear_in_time(op):
     """Scratch memory of the gradient, T against 2 T: quadratic would be four times as much."""
+
     def scratch(length):
         sizes = SIZES | {"B": 1, "T": length, "V": 64}
         inputs = shapes.example(op, {axis: sizes[axis] for axis in shapes.SHAPES[op]["tiny"]})

@@ -9,7 +9,7 @@ import numpy as np
 import op_cases as cases
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding
 from test_op_sharding import SPECS
 
 from mesanet_kernels import shapes
@@ -20,8 +20,11 @@ SIZES = dict(B=4, T=512, H=4, J=4, K=128, V=128, D=256, W=4)
 @pytest.fixture(scope="module")
 def tpu_mesh():
     pytest.importorskip("libtpu", reason="the TPU compiler is optional: pip install libtpu")
-    for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost"),
-                        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")):
+    for name, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+    ):
         os.environ.setdefault(name, value)
     devices = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu").devices
     return Mesh(np.array(devices).reshape(2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)

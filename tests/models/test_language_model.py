@@ -113,15 +113,15 @@ def test_documents(family, resets):
 @families
 def test_remat_saves_memory_and_changes_nothing(family):
     """In order of the config's choices: same loss and gradients, temporary memory never grows, and falls in all."""
-    shape = {"data.seq_len": 128, "data.batch_size": 2, "model.layers": 24, "model.norm_eps": 1e-3}
+    shape = {"data.seq_len": 64, "data.batch_size": 2, "model.layers": 24, "model.norm_eps": 1e-3}
     policies = config_lib.schema("language_model", ("mesa",))["model"]["remat"].choices
     assert policies == ("none", *POLICIES)
+    config = smoke_config(family, shape)
+    params, batch = jax.jit(models.build(config.model).init)(jax.random.key(0)), ragged_batch(config)
     results, memory = [], []
     for policy in policies:
-        config = smoke_config(family, shape | {"model.remat": policy})
-        model = models.build(config.model)
+        model = models.build(smoke_config(family, shape | {"model.remat": policy}).model)
         call = jax.value_and_grad(lambda params, batch: jnp.sum(model.loss(params, batch)))
-        params, batch = jax.jit(model.init)(jax.random.key(0)), ragged_batch(config)
         compiled = jax.jit(call).lower(params, batch).compile()
         memory.append(compiled.memory_analysis().temp_size_in_bytes)
         results.append(compiled(params, batch))
@@ -178,7 +178,9 @@ def test_parameter_counts(size):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_padding_is_not_counted(tied):
     counts = [
-        models.build(smoke_config("mesanet", {"model.vocab_size": vocab, "model.tie_embeddings": tied}).model).parameter_count()
+        models.build(
+            smoke_config("mesanet", {"model.vocab_size": vocab, "model.tie_embeddings": tied}).model
+        ).parameter_count()
         for vocab in (385, 512)
     ]
     assert counts[1] - counts[0] == (512 - 385) * 32 * (1 if tied else 2)

@@ -16,6 +16,7 @@ from mesanet_kernels.ops.attention.masked import masked_attention
 
 class AttentionState(NamedTuple):
     """keys [B,S,J,K] and values [B,S,J,V]; positions int32 [S], -1 where empty; next_position int32 scalar."""
+
     keys: jax.Array
     values: jax.Array
     positions: jax.Array
@@ -28,7 +29,8 @@ def init_attention_state(batch, kv_heads, size, head_dim, v_dim, dtype) -> Atten
         keys=jnp.zeros((batch, size, kv_heads, head_dim), dtype),
         values=jnp.zeros((batch, size, kv_heads, v_dim), dtype),
         positions=jnp.full((size,), -1, jnp.int32),
-        next_position=jnp.zeros((), jnp.int32))
+        next_position=jnp.zeros((), jnp.int32),
+    )
 
 
 def attention_extend(q, k, v, state, *, window=None, scale=None):
@@ -52,11 +54,11 @@ def attention_extend(q, k, v, state, *, window=None, scale=None):
     length, size = q.shape[1], state.positions.shape[0]
     positions_T = state.next_position + jnp.arange(length, dtype=jnp.int32)
     seen_positions_S = jnp.concatenate([state.positions, positions_T])
-    seen_k, seen_v = (jnp.concatenate([old, new.astype(old.dtype)], axis=1)
-                      for old, new in ((state.keys, k), (state.values, v)))
+    seen_k, seen_v = (
+        jnp.concatenate([old, new.astype(old.dtype)], axis=1) for old, new in ((state.keys, k), (state.values, v))
+    )
     visible_1TS = _visible(positions_T, seen_positions_S, window, size)
-    o = masked_attention(q, seen_k.astype(k.dtype), seen_v.astype(v.dtype), visible_1TS,
-                         scale=default_scale(q, scale))
+    o = masked_attention(q, seen_k.astype(k.dtype), seen_v.astype(v.dtype), visible_1TS, scale=default_scale(q, scale))
     return o.astype(v.dtype), _store(state, k, v, positions_T)
 
 
@@ -71,8 +73,9 @@ def attention_step(q, k, v, state, *, window=None, scale=None):
     position_1 = state.next_position[None]
     state = _store(state, k, v, position_1)
     visible_11S = _visible(position_1, state.positions, window, state.positions.shape[0])
-    o = masked_attention(q, state.keys.astype(k.dtype), state.values.astype(v.dtype), visible_11S,
-                         scale=default_scale(q, scale))
+    o = masked_attention(
+        q, state.keys.astype(k.dtype), state.values.astype(v.dtype), visible_11S, scale=default_scale(q, scale)
+    )
     return o[:, 0].astype(v.dtype), state
 
 
@@ -95,12 +98,21 @@ def _store(state, k_BTJK, v_BTJV, positions_T):
         keys=state.keys.at[:, slots_T].set(k_BTJK[:, -size:].astype(state.keys.dtype)),
         values=state.values.at[:, slots_T].set(v_BTJV[:, -size:].astype(state.values.dtype)),
         positions=state.positions.at[slots_T].set(kept_T),
-        next_position=positions_T[-1] + 1)
+        next_position=positions_T[-1] + 1,
+    )
 
 
 def _check(op, q_axes, k_axes, v_axes, q, k, v, state, window):
-    sizes = checks.check_shapes(op, {
-        "q": (q, q_axes), "k": (k, k_axes), "v": (v, v_axes), "state.keys": (state.keys, "BSJK"),
-        "state.values": (state.values, "BSJV"), "state.positions": (state.positions, "S")})
+    sizes = checks.check_shapes(
+        op,
+        {
+            "q": (q, q_axes),
+            "k": (k, k_axes),
+            "v": (v, v_axes),
+            "state.keys": (state.keys, "BSJK"),
+            "state.values": (state.values, "BSJV"),
+            "state.positions": (state.positions, "S"),
+        },
+    )
     checks.check_groups(op, sizes)
     checks.check_positive(op, window=window)

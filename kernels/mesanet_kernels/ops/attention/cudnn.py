@@ -23,8 +23,15 @@ def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
     # JAX's window does not count the token itself.
     window = None if options.window is None else (options.window - 1, 0)
     return jax.nn.dot_product_attention(
-        q_BTHK, k_BTJK, v_BTJV, mask=mask_B1TT, scale=options.scale, is_causal=True, local_window_size=window,
-        implementation="cudnn")
+        q_BTHK,
+        k_BTJK,
+        v_BTJV,
+        mask=mask_B1TT,
+        scale=options.scale,
+        is_causal=True,
+        local_window_size=window,
+        implementation="cudnn",
+    )
 
 
 def lacks(options, q_BTHK, k_BTJK, v_BTJV):

@@ -16,7 +16,8 @@ def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
     age_TT = jnp.arange(length)[:, None] - jnp.arange(length)
     visible_TT = (age_TT >= 0) & (age_TT < (options.window or length))
     visible_B1TT = (visible_TT & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]))[:, None]
-    scores_BHTT = options.scale * jnp.einsum("bthk,bshk->bhts", q_BTHK.astype(dtype), k_BTHK,
-                                             precision=jax.lax.Precision.HIGHEST)
+    scores_BHTT = options.scale * jnp.einsum(
+        "bthk,bshk->bhts", q_BTHK.astype(dtype), k_BTHK, precision=jax.lax.Precision.HIGHEST
+    )
     probs_BHTT = jax.nn.softmax(jnp.where(visible_B1TT, scores_BHTT, -jnp.inf), axis=-1)
     return jnp.einsum("bhts,bshv->bthv", probs_BHTT, v_BTHV, precision=jax.lax.Precision.HIGHEST).astype(v_BTJV.dtype)

@@ -41,8 +41,13 @@ def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
         age_CS = (start + jnp.arange(block))[:, None] - (first + jnp.arange(seen))
         same_BCS = segment_ids_BC[:, :, None] == keys(segment_ids_BT)[:, None, :]
         visible_BCS = same_BCS & (age_CS >= 0) & (age_CS < window)
-        o_BCHV = masked_attention(q_BCHK, keys(wide_k_BTJK).astype(k_BTJK.dtype),
-                                  keys(wide_v_BTJV).astype(v_BTJV.dtype), visible_BCS, scale=options.scale)
+        o_BCHV = masked_attention(
+            q_BCHK,
+            keys(wide_k_BTJK).astype(k_BTJK.dtype),
+            keys(wide_v_BTJV).astype(v_BTJV.dtype),
+            visible_BCS,
+            scale=options.scale,
+        )
         return None, o_BCHV.astype(v_BTJV.dtype)
 
     q_NBCHK = _blocks(q_BTHK, block)

@@ -35,16 +35,16 @@ def causal_conv1d(x, w, bias=None, *, activation=None, segment_ids=None, initial
     run = checks.choose("causal_conv1d", implementation, IMPLEMENTATIONS, best="xla")
     sizes = checks.check_shapes("causal_conv1d", {"x": (x, "BTD"), "w": (w, "WD"), "bias": (bias, "D")})
     segment_ids = checks.segments("causal_conv1d", segment_ids, sizes)
-    checks.check_dtypes("causal_conv1d", jnp.floating, {
-        "x": x, "w": w, "bias": bias, "initial_state": initial_state})
+    checks.check_dtypes("causal_conv1d", jnp.floating, {"x": x, "w": w, "bias": bias, "initial_state": initial_state})
     if activation not in xla.ACTIVATIONS:
         raise ValueError(f"causal_conv1d: activation is {activation!r}; it must be one of {list(xla.ACTIVATIONS)}")
     tail_shape = sizes["B"], sizes["W"] - 1, sizes["D"]
     if initial_state is None:
         initial_state = jnp.zeros(tail_shape, x.dtype)
     if initial_state.shape != tail_shape:
-        raise ValueError(f"causal_conv1d: the state has shape {initial_state.shape};"
-                         f" it needs [B, W-1, D] = {tail_shape}")
+        raise ValueError(
+            f"causal_conv1d: the state has shape {initial_state.shape}; it needs [B, W-1, D] = {tail_shape}"
+        )
     bias = jnp.zeros(w.shape[1:], w.dtype) if bias is None else bias
     return run(activation, x, w, bias, initial_state.astype(x.dtype), segment_ids)
 
@@ -59,6 +59,7 @@ def causal_conv1d_step(x, w, state, *, bias=None, activation=None, implementatio
       (y [B, D], new state).
     """
     checks.check_shapes("causal_conv1d_step", {"x": (x, "BD")})
-    y, state = causal_conv1d(x[:, None], w, bias, activation=activation, initial_state=state,
-                             implementation=implementation)
+    y, state = causal_conv1d(
+        x[:, None], w, bias, activation=activation, initial_state=state, implementation=implementation
+    )
     return y[:, 0], state

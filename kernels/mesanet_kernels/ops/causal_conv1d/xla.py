@@ -42,17 +42,17 @@ def _backward(activation, inputs, cotangents):
     dx_BSD, dw_WD = jnp.zeros(x_BSD.shape, dtype), []
     for tap in range(width):
         same_BT1 = _same_document(segment_ids_BT, width, tap)
-        seen_BTD = jnp.where(same_BT1, x_BSD[:, tap:tap + length], 0).astype(dtype)
+        seen_BTD = jnp.where(same_BT1, x_BSD[:, tap : tap + length], 0).astype(dtype)
         dw_WD.append(jnp.sum(dz_BTD * seen_BTD, axis=(0, 1)))
         shift = width - 1 - tap
-        shifted_dz_BSD = padded_dz[:, shift:shift + x_BSD.shape[1]]
-        shifted_same_BS1 = jnp.pad(same_BT1, edges)[:, shift:shift + x_BSD.shape[1]]
+        shifted_dz_BSD = padded_dz[:, shift : shift + x_BSD.shape[1]]
+        shifted_same_BS1 = jnp.pad(same_BT1, edges)[:, shift : shift + x_BSD.shape[1]]
         dx_BSD += w_WD[tap].astype(dtype) * jnp.where(shifted_same_BS1, shifted_dz_BSD, 0)
 
     _, through_last = jax.vjp(lambda x, tail: _last_inputs(x, tail, segment_ids_BT), x_BTD, tail_BXD)
     dlast_x_BTD, dlast_tail_BXD = through_last(dfinal_BXD)
-    dx_BTD = dx_BSD[:, width - 1:].astype(x_BTD.dtype) + dlast_x_BTD
-    dtail_BXD = dx_BSD[:, :width - 1].astype(tail_BXD.dtype) + dlast_tail_BXD
+    dx_BTD = dx_BSD[:, width - 1 :].astype(x_BTD.dtype) + dlast_x_BTD
+    dtail_BXD = dx_BSD[:, : width - 1].astype(tail_BXD.dtype) + dlast_tail_BXD
     dbias_D = jnp.sum(dz_BTD, axis=(0, 1)).astype(bias_D.dtype)
     return dx_BTD, jnp.stack(dw_WD).astype(w_WD.dtype), dbias_D, dtail_BXD, None
 
@@ -67,7 +67,7 @@ def _convolve(x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT):
     x_BSD = jnp.concatenate([tail_BXD, x_BTD], axis=1)
     z_BTD = jnp.broadcast_to(bias_D.astype(dtype), x_BTD.shape)
     for tap in range(width):
-        seen_BTD = jnp.where(_same_document(segment_ids_BT, width, tap), x_BSD[:, tap:tap + length], 0)
+        seen_BTD = jnp.where(_same_document(segment_ids_BT, width, tap), x_BSD[:, tap : tap + length], 0)
         z_BTD += w_WD[tap].astype(dtype) * seen_BTD.astype(dtype)
     return z_BTD
 
@@ -75,7 +75,7 @@ def _convolve(x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT):
 def _same_document(segment_ids_BT, width, tap):
     """Whether the input that `tap` meets at each token is of that token's document, [B, T, 1]."""
     segment_ids_BS = jnp.pad(segment_ids_BT, ((0, 0), (width - 1, 0)), mode="edge")
-    return (segment_ids_BS[:, tap:tap + segment_ids_BT.shape[1]] == segment_ids_BT)[..., None]
+    return (segment_ids_BS[:, tap : tap + segment_ids_BT.shape[1]] == segment_ids_BT)[..., None]
 
 
 def _last_inputs(x_BTD, tail_BXD, segment_ids_BT):

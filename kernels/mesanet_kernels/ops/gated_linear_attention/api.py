@@ -11,8 +11,9 @@ from mesanet_kernels.ops.gated_linear_attention import reference, xla
 IMPLEMENTATIONS = {"reference": reference.gated_linear_attention, "xla": xla.gated_linear_attention}
 
 
-def gated_linear_attention(q, k, v, log_decay, *, beta=None, segment_ids=None, initial_state=None, chunk_size=None,
-                           implementation=None):
+def gated_linear_attention(
+    q, k, v, log_decay, *, beta=None, segment_ids=None, initial_state=None, chunk_size=None, implementation=None
+):
     """Linear attention with a forget gate (GLA, arXiv 2312.06635; with a scalar gate the "GLA" of MesaNet, Table 1).
 
         S_t = exp(log_decay_t) S_{t-1} + beta_t k_t v_t^T        o_t = S_t^T q_t
@@ -43,8 +44,7 @@ def gated_linear_attention(q, k, v, log_decay, *, beta=None, segment_ids=None, i
 
     dtype = checks.accumulation_dtype(q, k, v)
     beta = jnp.ones(q.shape[:3], dtype) if beta is None else beta.astype(dtype)
-    state = (jnp.zeros([sizes[axis] for axis in "BHKV"], dtype) if initial_state is None
-             else initial_state.astype(dtype))
+    state = jnp.zeros([sizes[axis] for axis in "BHKV"], dtype) if initial_state is None else initial_state.astype(dtype)
     return run(chunks.pick_chunk(chunk_size, sizes["T"]), q, k, v, log_decay.astype(dtype), beta, state, segment_ids)
 
 
@@ -60,16 +60,24 @@ def gated_linear_attention_step(q, k, v, log_decay, state, *, beta=None, impleme
     _check_arrays("gated_linear_attention_step", "BH", q, k, v, log_decay, beta, state)
     q, k, v, log_decay = (x[:, None] for x in (q, k, v, log_decay))
     beta = None if beta is None else beta[:, None]
-    o, state = gated_linear_attention(q, k, v, log_decay, beta=beta, initial_state=state,
-                                      implementation=implementation)
+    o, state = gated_linear_attention(q, k, v, log_decay, beta=beta, initial_state=state, implementation=implementation)
     return o[:, 0], state
 
 
 def _check_arrays(op, rows, q, k, v, log_decay, beta, state):
     decay_axes = rows + "K" if log_decay.ndim == len(rows) + 1 else rows
-    sizes = checks.check_shapes(op, {
-        "q": (q, rows + "K"), "k": (k, rows + "K"), "v": (v, rows + "V"), "log_decay": (log_decay, decay_axes),
-        "beta": (beta, rows), "state": (state, "BHKV")})
-    checks.check_dtypes(op, jnp.floating, {
-        "q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state})
+    sizes = checks.check_shapes(
+        op,
+        {
+            "q": (q, rows + "K"),
+            "k": (k, rows + "K"),
+            "v": (v, rows + "V"),
+            "log_decay": (log_decay, decay_axes),
+            "beta": (beta, rows),
+            "state": (state, "BHKV"),
+        },
+    )
+    checks.check_dtypes(
+        op, jnp.floating, {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
+    )
     return sizes

@@ -14,8 +14,9 @@ from mesanet_kernels import chunks
 def gated_linear_attention(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state_BHKV, segment_ids_BT):
     """Returns (o [B,T,H,V], final state [B,H,K,V]); `api.gated_linear_attention` says what each argument is."""
     if log_decay_BTH.ndim == 4:
-        raise NotImplementedError("gated_linear_attention: 'xla' has no decay a channel, log_decay [B, T, H, K];"
-                                  " 'reference' has")
+        raise NotImplementedError(
+            "gated_linear_attention: 'xla' has no decay a channel, log_decay [B, T, H, K]; 'reference' has"
+        )
     length = q_BTHK.shape[1]
     weights = chunks.chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT, chunk=chunk)
     q_NBHCK, k_NBHCK, v_NBHCV = (chunks.split(x, chunk) for x in (q_BTHK, k_BTHK, v_BTHV))
@@ -31,8 +32,7 @@ def _forward(chunk, *inputs):
 def _backward(chunk, inputs, cotangents):
     """Recomputes everything from the inputs: what a chunk saves is several times as large as they are."""
     *differentiable, segment_ids_BT = inputs
-    _, gradients_of = jax.vjp(
-        lambda *xs: gated_linear_attention.fun(chunk, *xs, segment_ids_BT), *differentiable)
+    _, gradients_of = jax.vjp(lambda *xs: gated_linear_attention.fun(chunk, *xs, segment_ids_BT), *differentiable)
     return *gradients_of(cotangents), None
 
 

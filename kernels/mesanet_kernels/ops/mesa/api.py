@@ -17,13 +17,28 @@ SOLVERS = ("cg",)
 
 class MesaOutput(NamedTuple):
     """o in v's dtype; final_state (h_kk [B,H,K,K], h_kv [B,H,K,V]) float32; iterations int32, solver steps a row."""
+
     o: jax.Array
     final_state: tuple[jax.Array, jax.Array]
     iterations: jax.Array
 
 
-def mesa(q, k, v, log_decay, beta, lam, *, segment_ids=None, initial_state=None, max_iters=30, tol=0.0,
-         solver="cg", chunk_size=None, implementation=None) -> MesaOutput:
+def mesa(
+    q,
+    k,
+    v,
+    log_decay,
+    beta,
+    lam,
+    *,
+    segment_ids=None,
+    initial_state=None,
+    max_iters=30,
+    tol=0.0,
+    solver="cg",
+    chunk_size=None,
+    implementation=None,
+) -> MesaOutput:
     """The Mesa layer: at every token the ridge regression over all earlier ones (MesaNet, arXiv 2506.05233, eq. 4-8).
 
         H_t = exp(log_decay_t) H_{t-1} + beta_t k_t k_t^T      G_t = exp(log_decay_t) G_{t-1} + beta_t v_t k_t^T
@@ -59,12 +74,14 @@ def mesa(q, k, v, log_decay, beta, lam, *, segment_ids=None, initial_state=None,
     dtype = checks.accumulation_dtype(q, k, v)
     state = _initial_state(sizes, dtype) if initial_state is None else tuple(s.astype(dtype) for s in initial_state)
     options = xla.Options(max_iters, float(tol), chunks.pick_chunk(chunk_size, sizes["T"]))
-    return MesaOutput(*run(options, q, k, v, log_decay.astype(dtype), beta.astype(dtype), lam.astype(dtype), state,
-                           segment_ids))
+    return MesaOutput(
+        *run(options, q, k, v, log_decay.astype(dtype), beta.astype(dtype), lam.astype(dtype), state, segment_ids)
+    )
 
 
-def mesa_step(q, k, v, log_decay, beta, lam, state, *, max_iters=30, tol=0.0, solver="cg",
-              implementation=None) -> MesaOutput:
+def mesa_step(
+    q, k, v, log_decay, beta, lam, state, *, max_iters=30, tol=0.0, solver="cg", implementation=None
+) -> MesaOutput:
     """One token of `mesa`: the same computation at T = 1, so that training and decoding agree at any `max_iters`.
 
     Args:
@@ -77,18 +94,32 @@ def mesa_step(q, k, v, log_decay, beta, lam, state, *, max_iters=30, tol=0.0, so
     """
     _check_arrays("mesa_step", "BH", q, k, v, log_decay, beta, lam, state)
     token = (x[:, None] for x in (q, k, v, log_decay, beta))
-    o, state, iterations = mesa(*token, lam, initial_state=state, max_iters=max_iters, tol=tol, solver=solver,
-                                implementation=implementation)
+    o, state, iterations = mesa(
+        *token, lam, initial_state=state, max_iters=max_iters, tol=tol, solver=solver, implementation=implementation
+    )
     return MesaOutput(o[:, 0], state, iterations[:, 0])
 
 
 def _check_arrays(op, rows, q, k, v, log_decay, beta, lam, state):
     h_kk, h_kv = (None, None) if state is None else state
-    sizes = checks.check_shapes(op, {
-        "q": (q, rows + "K"), "k": (k, rows + "K"), "v": (v, rows + "V"), "log_decay": (log_decay, rows),
-        "beta": (beta, rows), "lam": (lam, "HK"), "h_kk": (h_kk, "BHKK"), "h_kv": (h_kv, "BHKV")})
-    checks.check_dtypes(op, jnp.floating, {
-        "q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "lam": lam, "h_kk": h_kk, "h_kv": h_kv})
+    sizes = checks.check_shapes(
+        op,
+        {
+            "q": (q, rows + "K"),
+            "k": (k, rows + "K"),
+            "v": (v, rows + "V"),
+            "log_decay": (log_decay, rows),
+            "beta": (beta, rows),
+            "lam": (lam, "HK"),
+            "h_kk": (h_kk, "BHKK"),
+            "h_kv": (h_kv, "BHKV"),
+        },
+    )
+    checks.check_dtypes(
+        op,
+        jnp.floating,
+        {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "lam": lam, "h_kk": h_kk, "h_kv": h_kv},
+    )
     if q.dtype != k.dtype:
         raise ValueError(f"{op}: q has dtype {q.dtype} and k {k.dtype}; they must be the same")
     return sizes

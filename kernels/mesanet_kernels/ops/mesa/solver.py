@@ -6,7 +6,8 @@ both passes use the same solver, so they agree before convergence too.
 R any leading axes, K size of a system.
 """
 
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +62,15 @@ def conjugate_gradients(operator: Callable, diagonal_RK, rhs_RK, *, max_iters: i
         return (state.step < max_iters) & jnp.any(state.delta_R > stop_R)
 
     state = _Iterate(
-        step=jnp.int32(0), x_RK=x_RK, residual_RK=residual_RK, direction_RK=residual_RK, delta_R=delta_R,
-        floor_R=_rounding_floor(delta_R), restart_R=jnp.zeros(delta_R.shape, bool),
-        iterations_R=jnp.zeros(delta_R.shape, jnp.int32))
+        step=jnp.int32(0),
+        x_RK=x_RK,
+        residual_RK=residual_RK,
+        direction_RK=residual_RK,
+        delta_R=delta_R,
+        floor_R=_rounding_floor(delta_R),
+        restart_R=jnp.zeros(delta_R.shape, bool),
+        iterations_R=jnp.zeros(delta_R.shape, jnp.int32),
+    )
     if tol > 0:
         state = jax.lax.while_loop(unfinished, advance, state)
     else:  # no test, hence no reduction over a mesh, in each step
@@ -78,16 +85,24 @@ def _advance(operator, unit_RK, active_R, state):
     curvature_R = jnp.sum(state.direction_RK * image_RK, axis=-1)
     length_R = _divide(state.delta_R, curvature_R, active_R & ~state.restart_R)
     x_RK = state.x_RK + length_R[..., None] * state.direction_RK
-    residual_RK = jnp.where(restart_R[..., None], unit_RK - image_RK,
-                            state.residual_RK - length_R[..., None] * image_RK)
+    residual_RK = jnp.where(
+        restart_R[..., None], unit_RK - image_RK, state.residual_RK - length_R[..., None] * image_RK
+    )
     delta_R = _squared_norm(residual_RK)
     floor_R = jnp.where(restart_R, _rounding_floor(delta_R), state.floor_R)
     next_restart_R = ~state.restart_R & (delta_R <= floor_R)
     momentum_R = _divide(delta_R, state.delta_R, ~state.restart_R)
-    direction_RK = jnp.where(next_restart_R[..., None], x_RK,
-                             residual_RK + momentum_R[..., None] * state.direction_RK)
-    return _Iterate(state.step + 1, x_RK, residual_RK, direction_RK, delta_R, floor_R, next_restart_R,
-                    state.iterations_R + active_R.astype(jnp.int32))
+    direction_RK = jnp.where(next_restart_R[..., None], x_RK, residual_RK + momentum_R[..., None] * state.direction_RK)
+    return _Iterate(
+        state.step + 1,
+        x_RK,
+        residual_RK,
+        direction_RK,
+        delta_R,
+        floor_R,
+        next_restart_R,
+        state.iterations_R + active_R.astype(jnp.int32),
+    )
 
 
 def _rounding_floor(delta_R):

@@ -28,6 +28,7 @@ class Options(NamedTuple):
 
 class _Chunked(NamedTuple):
     """What the operator H_t + Lambda and the readout G_t need, for all tokens."""
+
     k_NBHCK: jax.Array
     v_NBHCV: jax.Array
     weights: chunks.ChunkWeights
@@ -45,16 +46,28 @@ def mesa(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state
 def _forward(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
     length, dtype = q_BTHK.shape[1], accumulation_dtype(q_BTHK, k_BTHK, v_BTHV)
     chunked, final_state = _prepare(
-        options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, lam_HK=lam_HK)
+        options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, lam_HK=lam_HK
+    )
     solution = _solve(options, chunked, chunks.split(q_BTHK.astype(dtype), options.chunk))
     # Named so that a rematerialisation policy can keep the one value that is expensive to recompute.
     solution_NBHCK = checkpoint_name(solution.x_RK, "mesa_q_star")
     o_NBHCV = _read_values(chunked, solution_NBHCK)
-    output = (chunks.join(o_NBHCV, length).astype(v_BTHV.dtype), final_state,
-              chunks.join(solution.iterations_R, length))
+    output = (
+        chunks.join(o_NBHCV, length).astype(v_BTHV.dtype),
+        final_state,
+        chunks.join(solution.iterations_R, length),
+    )
     # Saved: the inputs but q, and q*. States are recomputed: they are K (K + V) / C times as large as a key.
-    return output, (k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT,
-                    chunks.join(solution_NBHCK, length))
+    return output, (
+        k_BTHK,
+        v_BTHV,
+        log_decay_BTH,
+        beta_BTH,
+        lam_HK,
+        state,
+        segment_ids_BT,
+        chunks.join(solution_NBHCK, length),
+    )
 
 
 def _backward(options, saved, cotangents):
@@ -69,11 +82,11 @@ def _backward(options, saved, cotangents):
 
     def readouts(k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state):
         chunked, final_state = _prepare(
-            options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, lam_HK=lam_HK)
+            options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, lam_HK=lam_HK
+        )
         return (_read_values(chunked, solution_NBHCK), _read_keys(chunked, solution_NBHCK), final_state), chunked
 
-    _, gradients_of, chunked = jax.vjp(
-        readouts, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, has_aux=True)
+    _, gradients_of, chunked = jax.vjp(readouts, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, has_aux=True)
     do_NBHCV = chunks.split(do_BTHV.astype(dtype), options.chunk)
     (dsolution_NBHCK,) = jax.linear_transpose(partial(_read_values, chunked), solution_NBHCK)(do_NBHCV)
     e_NBHCK = _solve(options, chunked, dsolution_NBHCK).x_RK
@@ -97,8 +110,9 @@ def _prepare(options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_id
     # Transposed, as `read` gives S^T p: of a symmetric matrix it makes no difference but to the gradient's layout.
     initial_BHKW = jnp.concatenate([h_kv_BHKV, h_kk_BHKK.mT], axis=-1)
     states_NBHKW, final_BHKW = chunks.chunk_states(k_NBHCK, values_NBHCW, weights, initial_BHKW)
-    chunked = _Chunked(k_NBHCK, v_NBHCV, weights, states_NBHKW[..., value_size:], states_NBHKW[..., :value_size],
-                       lam_HK.astype(dtype))
+    chunked = _Chunked(
+        k_NBHCK, v_NBHCV, weights, states_NBHKW[..., value_size:], states_NBHKW[..., :value_size], lam_HK.astype(dtype)
+    )
     return chunked, (final_BHKW[..., value_size:].mT, final_BHKW[..., :value_size])
 
 

@@ -11,8 +11,9 @@ from mesanet_kernels.ops.softmax_cross_entropy import reference, xla
 IMPLEMENTATIONS = {"reference": reference.softmax_cross_entropy, "xla": xla.softmax_cross_entropy}
 
 
-def softmax_cross_entropy(hidden, embedding, targets, *, softcap=None, weights=None, vocab_size=None,
-                          block_size=512, implementation=None):
+def softmax_cross_entropy(
+    hidden, embedding, targets, *, softcap=None, weights=None, vocab_size=None, block_size=512, implementation=None
+):
     """Per-token negative log-likelihood, in nats, of a head tied to the embedding; never all logits at once.
 
         loss_t = weight_t (logsumexp(z_t) - z_t[target_t]),   z_t = softcap tanh(embedding hidden_t / softcap)
@@ -34,11 +35,18 @@ def softmax_cross_entropy(hidden, embedding, targets, *, softcap=None, weights=N
       ValueError: shapes, dtypes or numbers that do not fit. NotImplementedError: unknown implementation.
     """
     run = checks.choose("softmax_cross_entropy", implementation, IMPLEMENTATIONS, best="xla")
-    sizes = checks.check_shapes("softmax_cross_entropy", {
-        "hidden": (hidden, "BTD"), "embedding": (embedding, "VD"), "targets": (targets, "BT"),
-        "weights": (weights, "BT")})
-    checks.check_dtypes("softmax_cross_entropy", jnp.floating, {
-        "hidden": hidden, "embedding": embedding, "weights": weights})
+    sizes = checks.check_shapes(
+        "softmax_cross_entropy",
+        {
+            "hidden": (hidden, "BTD"),
+            "embedding": (embedding, "VD"),
+            "targets": (targets, "BT"),
+            "weights": (weights, "BT"),
+        },
+    )
+    checks.check_dtypes(
+        "softmax_cross_entropy", jnp.floating, {"hidden": hidden, "embedding": embedding, "weights": weights}
+    )
     checks.check_dtypes("softmax_cross_entropy", jnp.integer, {"targets": targets})
     checks.check_positive("softmax_cross_entropy", block_size=block_size, vocab_size=vocab_size)
     vocab_size = sizes["V"] if vocab_size is None else vocab_size

@@ -11,10 +11,11 @@ from mesanet_kernels.checks import accumulation_dtype
 
 def softmax_cross_entropy(options, hidden_BTD, embedding_VD, targets_BT, weights_BT):
     dtype = accumulation_dtype(hidden_BTD)
-    logits_BTV = jnp.einsum("btd,vd->btv", hidden_BTD.astype(dtype), embedding_VD.astype(dtype),
-                            precision=jax.lax.Precision.HIGHEST)
+    logits_BTV = jnp.einsum(
+        "btd,vd->btv", hidden_BTD.astype(dtype), embedding_VD.astype(dtype), precision=jax.lax.Precision.HIGHEST
+    )
     if options.softcap is not None:
         logits_BTV = options.softcap * jnp.tanh(logits_BTV / options.softcap)
-    log_probs_BTV = jax.nn.log_softmax(logits_BTV[..., :options.vocab_size])
+    log_probs_BTV = jax.nn.log_softmax(logits_BTV[..., : options.vocab_size])
     loss_BT = -jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1)[..., 0]
     return loss_BT * weights_BT
