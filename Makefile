@@ -24,7 +24,7 @@ test-all: .venv/installed .venv/tpu-compiler
 	MESANET_TPU_COMPILER=.venv/tpu-compiler $(PYTHON) -m pytest -m "not gpu"
 
 .venv/tpu-compiler: .venv/installed
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target $@ libtpu==0.0.50
+	$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps --target $@ libtpu==0.0.50
 
 lint: .venv/installed
 	$(PYTHON) -m ruff check .

@@ -20,7 +20,7 @@ if [ -z "$python" ]; then
   exit 2
 fi
 
-echo "making $venv with $("$python" --version) ($python)"
+echo "making $venv with $("$python" --version) ($python) and installing the locked packages: about a minute"
 "$python" -m venv --clear "$venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+"$venv/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 touch "$venv/installed"
