@@ -133,7 +133,7 @@ def evaluate(config, directory: pathlib.Path, *, split: str, step: int | None, b
         some = itertools.islice(eval_batches(rows, size), count)
         began = time.monotonic()
         bar = tqdm(some, total=count, desc=split, unit="batch", disable=None)
-        result = evaluate_rows(loss, params, bar, rows.tokenizer.token_bytes())
+        result = evaluate_rows(loss, params, mesh_lib.placed(bar, mesh), rows.tokenizer.token_bytes())
     return Report(
         name=config.name, step=step, split=split, data=config.data.path, fingerprint=rows.fingerprint,
         parameters=model.parameter_count(), seq_len=rows.seq_len, trained_seq_len=config.data.seq_len,

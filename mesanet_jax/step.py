@@ -16,7 +16,9 @@ from mesanet_jax import optimizer as optimizer_lib
 from mesanet_jax.errors import UserError
 from mesanet_jax.models import Model
 
+# The arrays of a batch: [B, T], and one number a row.
 BATCH = {"inputs": jnp.int32, "targets": jnp.int32, "segment_ids": jnp.int32, "weights": jnp.float32}
+CHECKSUM = "checksum"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,8 @@ def compile_program(config, model: Model, mesh: jax.sharding.Mesh) -> Program:
     return Program(
         mesh=mesh,
         state=state,
-        batch={name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in BATCH.items()},
+        batch={name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in BATCH.items()}
+        | {CHECKSUM: jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=rows)},
         accumulation=parts,
         init=jax.jit(init, out_shardings=state_shardings),
         train=jax.jit(
@@ -98,6 +101,8 @@ def _with_shardings(state, model: Model, transformation, mesh: jax.sharding.Mesh
 
 def _train_step(state, batch, *, config, model: Model, transformation, parts: int):
     params = state["params"]
+    damaged = jnp.sum(mesh_lib.checksum(batch) != batch[CHECKSUM])
+    batch = {name: batch[name] for name in BATCH}
     count = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
     loss, grads = _accumulate(params, batch, count, model=model, parts=parts)
     grad_norm = optax.tree.norm(grads)
@@ -105,14 +110,16 @@ def _train_step(state, batch, *, config, model: Model, transformation, parts: in
     directions, opt_state = transformation.update(grads, state["opt_state"], params)
     updated = jax.tree.map(lambda param, direction: param - rate * direction, params, directions)
     # A step that is not finite changes nothing, so there is never a poisoned state to save: a finite gradient may
-    # still overflow the parameters, which the loss would show one step too late.
+    # still overflow the parameters, which the loss would show one step too late. Nor does a step whose rows are not
+    # those that the host sent.
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(updated))
-    keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    good = finite & (damaged == 0)
+    keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
     after = {
         "step": state["step"] + 1,
         "params": keep(updated, params),
         "opt_state": keep(opt_state, state["opt_state"]),
-        "skipped": jnp.where(finite, 0, state["skipped"] + 1),
+        "skipped": jnp.where(good, 0, state["skipped"] + 1),
     }
     metrics = {
         "loss": loss,
@@ -121,6 +128,7 @@ def _train_step(state, batch, *, config, model: Model, transformation, parts: in
         "learning_rate": rate,
         "valid_tokens": count,
         "skipped": after["skipped"],
+        "damaged_rows": damaged,
     }
     return after, metrics
 

@@ -92,20 +92,21 @@ def train(config, workdir: pathlib.Path, preemption: Preemption) -> int:
             for batch in itertools.islice(eval_batches(validation, eval_rows, **share), config.train.eval_batches):
                 if preemption.received:
                     raise Interrupted
-                yield mesh_lib.place_batch(batch, mesh)
+                yield batch
 
         def validate(step):
             with contextlib.suppress(Interrupted):
-                result = evaluate_rows(program.loss, state["params"], validation_batches(), token_bytes)
+                ahead = mesh_lib.placed(validation_batches(), mesh)
+                result = evaluate_rows(program.loss, state["params"], ahead, token_bytes)
                 trackers.log(step, result.scalars())
                 progress.update(step, result.scalars())
 
         # ---- the loop: update s consumes batch s - 1; its metrics are fetched one step late, so that the device
         # never waits for the host
         late, step, stop = None, start, False
-        for step, batch in enumerate(batches.iterate(start), start=start + 1):
+        for step, batch in enumerate(mesh_lib.placed(batches.iterate(start), mesh), start=start + 1):
             profiler.at(step)
-            state, metrics = program.train(state, mesh_lib.place_batch(batch, mesh))
+            state, metrics = program.train(state, batch)
             preemption.unsaved = True  # not earlier: the first call compiles, and a signal then may end it at once
             if late is not None:
                 report(*late, config, trackers, progress, throughput)
@@ -180,19 +181,23 @@ def evaluated(workdir: pathlib.Path, step: int) -> bool:
 
 
 def report(step: int, metrics: dict, config, trackers, progress, throughput: Throughput | None) -> None:
-    """Fetches the metrics of a step, logs them when due, and stops the run if they are not finite.
+    """Fetches the metrics of a step, logs them when due, and stops the run if the step was no good.
 
     Raises:
-      SystemExit: with status 1, on a non-finite loss that the config does not let pass.
+      SystemExit: with status 1, on a damaged batch, or a non-finite loss that the config does not let pass.
     """
-    due = step % config.train.log_every == 0 or step in (1, config.steps)
-    skipped = int(metrics["skipped"])
-    if due or skipped:
-        scalars = {name: float(value) for name, value in metrics.items()}
+    scalars = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    skipped, damaged = int(scalars["skipped"]), int(scalars["damaged_rows"])
+    if skipped or step % config.train.log_every == 0 or step in (1, config.steps):
         if throughput is not None:
             scalars |= throughput.measure(step)
         trackers.log(step, scalars)
         progress.update(step, scalars)
+    if damaged:
+        raise SystemExit(
+            f"step {step}: {damaged} rows of the batch were damaged on their way to the device; the update was not"
+            " applied, the last checkpoint is good. Run the same command again; if it comes back, suspect the driver"
+        )
     allowed = config.train.max_skips if config.train.nonfinite == "skip" else 0
     if skipped > allowed:
         raise SystemExit(
