@@ -40,14 +40,14 @@ def main(argv: list[str]) -> int:
         return 0
     if args.workdir is None:
         raise UserError("--workdir: is missing; name the directory of the run, as --workdir=runs/NAME")
-    with Preemption() as preemption:
-        return train(config, args.workdir, preemption)
+    rows, validation = open_data(config)  # before the workdir is made
+    with workdir_lib.lock(args.workdir), Preemption() as preemption:
+        return train(config, args.workdir, preemption, rows, validation)
 
 
-def train(config, workdir: pathlib.Path, preemption: Preemption) -> int:
+def train(config, workdir: pathlib.Path, preemption: Preemption, rows: PackedRows, validation: PackedRows) -> int:
     """Runs `config` in `workdir` to its last step, from wherever it stands: the process's exit status."""
     # ---- what the run is, and whether it is the one that this workdir holds
-    rows, validation = open_data(config)
     saved = checkpoint_lib.Checkpoints(
         workdir, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
     )

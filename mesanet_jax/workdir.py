@@ -1,6 +1,10 @@
 """A run's directory: whose it is, and what may differ when it is entered again."""
 
+import contextlib
+import fcntl
+import os
 import pathlib
+from collections.abc import Iterator
 
 import jax
 
@@ -9,6 +13,30 @@ from mesanet_jax import schema
 from mesanet_jax.errors import UserError
 
 CONFIG = "config.json"
+
+
+@contextlib.contextmanager
+def lock(workdir: pathlib.Path) -> Iterator[None]:
+    """Holds the directory for one training process; the lock goes with the process, however it ends.
+
+    Raises:
+      UserError: another process trains here, or the directory cannot be written.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        file = (workdir / "lock").open("a+")
+    except OSError as error:
+        raise UserError(f"--workdir={workdir}: {error.strerror or error}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(f"--workdir={workdir}: process {file.read() or '?'} is training here") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
 
 
 def check(workdir: pathlib.Path, config, *, begun: bool) -> list[str]:

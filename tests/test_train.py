@@ -265,3 +265,11 @@ def test_init_from_takes_the_weights_alone(runs, whole, tmp_path):
     assert start == 0 and int(state["step"]) == 0
     assert_bitwise(jax.device_get(state["params"]), runs.state(whole)[1]["params"])
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state["opt_state"]))
+
+
+def test_one_process_a_workdir(runs):
+    held = runs.root / "held"
+    with workdir.lock(held), pytest.raises(UserError, match=f"process {os.getpid()} is training here"):
+        train.main(runs.argv("held", {}))
+    with workdir.lock(held):  # it goes with its holder
+        pass
