@@ -75,8 +75,8 @@ class Report:
         positions = [(name, f"{loss:.4f}", f"{tokens:,}") for name, loss, tokens in position_buckets(result)]
         return "\n\n".join([
             f"# {self.name}: {self.split} at step {self.step}",
-            _table(("measure", "value"), rows),
-            _table(("position in the row", "loss (nats / token)", "tokens"), positions),
+            markdown_table(("measure", "value"), rows),
+            markdown_table(("position in the row", "loss (nats / token)", "tokens"), positions),
         ]) + "\n"  # fmt: skip
 
     def record(self) -> dict:
@@ -100,7 +100,7 @@ class Report:
         return stem
 
 
-def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def markdown_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """A Markdown table whose columns also line up on a console."""
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

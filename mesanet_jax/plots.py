@@ -1,13 +1,17 @@
 """The plots of a run, as PNG files: training curves and loss by position."""
 
+import itertools
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from mesanet_jax.trackers import read_json_lines
 
 BLUE, ORANGE, GREY = "#3b6fb6", "#d9782d", "0.55"
+# A dozen curves are told apart by colour and dash together.
+COLOURS = ("#3b6fb6", "#d9782d", "#2e8b57", "#b5373c", "#7d55a8", "#444444")
+DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -40,48 +44,85 @@ def plot_training(metrics: pathlib.Path, png: pathlib.Path, *, title: str) -> No
         figure, (top, bottom) = plt.subplots(
             2, 1, figsize=(7, 5), sharex=True, height_ratios=(4, 1), layout="constrained"
         )  # fmt: skip
-        steps, loss = _series(records, "loss")
+        steps, loss = series(records, "loss")
         top.plot(steps, loss, color=BLUE, linewidth=0.6, alpha=0.35)
         top.plot(steps, _smooth(loss), color=BLUE, linewidth=1.6, label="training")
-        validation = _series(records, "validation_loss")
+        validation = series(records, "validation_loss")
         if len(validation[0]):
             top.plot(*validation, "o-", color=ORANGE, markersize=4, linewidth=1, label="validation")
         top.set(title=title, ylabel="loss (nats / token)")
         top.legend()
-        bottom.plot(*_series(records, "learning_rate"), color=GREY)
+        bottom.plot(*series(records, "learning_rate"), color=GREY)
         bottom.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
         bottom.ticklabel_format(axis="y", scilimits=(-2, 2))
         figure.savefig(png)
         plt.close(figure)
 
 
-def _series(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and finite values of one scalar."""
+def series(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and finite values of one scalar in the records of a `metrics.jsonl`."""
     points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     steps, values = zip(*points, strict=True) if points else ((), ())
     return np.array(steps), np.array(values, float)
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
-    """A centred mean over a fiftieth of the curve, over less towards its ends (so that they are not bent)."""
-    half = len(values) // 100
+def _smooth(values: np.ndarray, *, share: int = 50) -> np.ndarray:
+    """A centred mean over one `share`-th of the curve, over less towards its ends (so that they are not bent)."""
+    half = len(values) // (2 * share)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
     reach = np.minimum(half, np.minimum(index, len(values) - 1 - index))
     return (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
 
 
-def plot_positions(results: Mapping[str, np.ndarray], png: pathlib.Path, *, title: str) -> None:
+def plot_losses(runs: Mapping[str, tuple[np.ndarray, np.ndarray]], png: pathlib.Path, *, title: str) -> None:
+    """Smoothed training losses of several runs; `runs` maps a label to steps and nats a token.
+
+    The first fifth of the curves may leave the top: it would press the rest into a line.
+    """
+    plt = _pyplot()
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        tops = []
+        for look, (label, (steps, loss)) in zip(_looks(), runs.items()):
+            smoothed = _smooth(loss, share=10)
+            axes.plot(steps, smoothed, linewidth=1.4, label=label, **look)
+            tops.extend(smoothed[len(smoothed) // 5 :])
+        axes.set(title=title, xlabel="step", ylabel="loss (nats / token), smoothed")
+        if tops:
+            axes.set_ylim(top=max(tops))
+        _legend_beside(axes)
+        figure.savefig(png)
+        plt.close(figure)
+
+
+def _looks() -> Iterator[dict]:
+    """Colours and dashes of one curve after another, without end."""
+    looks = [{"color": colour, "linestyle": dash} for dash, colour in itertools.product(DASHES, COLOURS)]
+    return itertools.cycle(looks)
+
+
+def _legend_beside(axes) -> None:
+    """Labels outside the axes, the highest end of a curve on top, as the eye finds them."""
+    handles, labels = axes.get_legend_handles_labels()
+    end = lambda pair: pair[0].get_ydata()[-1] if len(pair[0].get_ydata()) else -np.inf
+    handles, labels = zip(*sorted(zip(handles, labels), key=end, reverse=True))
+    axes.legend(handles, labels, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=2.6)
+
+
+def plot_positions(
+    results: Mapping[str, np.ndarray], png: pathlib.Path, *, title: str, ylabel: str = "loss (nats / token)"
+) -> None:
     """Loss by token position, one curve a label; `results` maps a label to mean nats [T], NaN where unknown."""
     plt = _pyplot()
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-        for label, loss_T in results.items():
-            axes.plot(*_bin_by_log(np.asarray(loss_T)), "o-", markersize=3, linewidth=1.4, label=label)
+        figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+        for look, (label, loss_T) in zip(_looks(), results.items()):
+            axes.plot(*_bin_by_log(np.asarray(loss_T)), marker="o", markersize=3, linewidth=1.4, label=label, **look)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda position, _: f"{position:g}")
-        axes.set(title=title, xlabel="token position in the row", ylabel="loss (nats / token)")
-        axes.legend()
+        axes.set(title=title, xlabel="token position in the row", ylabel=ylabel)
+        _legend_beside(axes)
         figure.savefig(png)
         plt.close(figure)
 

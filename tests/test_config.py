@@ -54,7 +54,7 @@ def load(*overrides: str, spec: str = SMOKE):
         ("model.compute_dtype=float16", "choose one of bfloat16, float32"),
         ("optimizer.name=adam", "choose one of adamw"),
         ("model.kind=diffusion", "config.model.kind=diffusion: no such model; choose from language_model"),
-        ("model.pattern=mesa,mesaa", "no mixer 'mesaa'; choose from attention, mesa"),
+        ("model.pattern=mesa,mesaa", "no mixer 'mesaa'; choose from attention, "),
         ("model.pattern=", "config.model.pattern: names no mixer"),
         ("steps=0", "config.steps=0: must be at least 1"),
         ("data.seed=-1", "config.data.seed=-1: must be at least 0"),

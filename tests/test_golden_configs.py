@@ -7,7 +7,20 @@ import pathlib
 
 import pytest
 
-from configs import backbone, mesanet, prepare, transformer
+from configs import (
+    backbone,
+    deltanet,
+    gated_deltanet,
+    gla,
+    hawk,
+    hawk_mesa,
+    mamba2,
+    mesanet,
+    prepare,
+    sliding_window,
+    transformer,
+    xlstm,
+)
 from mesanet_jax import schema
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "configs"
@@ -16,6 +29,14 @@ CONFIGS = {
     for name, module, variants in (
         ("mesanet", mesanet, backbone.SIZES),
         ("transformer", transformer, backbone.SIZES),
+        ("gla", gla, backbone.SIZES),
+        ("mamba2", mamba2, backbone.SIZES),
+        ("deltanet", deltanet, backbone.SIZES),
+        ("gated_deltanet", gated_deltanet, backbone.SIZES),
+        ("hawk", hawk, backbone.SIZES),
+        ("hawk_mesa", hawk_mesa, backbone.SIZES),
+        ("sliding_window", sliding_window, sliding_window.SIZES),
+        ("xlstm", xlstm, backbone.SIZES),
         ("prepare", prepare, prepare.PRESETS),
     )
     for variant in variants

@@ -24,11 +24,14 @@ from mesanet_kernels import shapes
 OPS = {
     "mesa": lambda inputs, **options: mk.mesa(**inputs, **options).o,
     "gated_linear_attention": lambda inputs, **options: mk.gated_linear_attention(**inputs, **options)[0],
+    "delta_rule": lambda inputs, **options: mk.delta_rule(**inputs, **options)[0],
     "causal_conv1d": lambda inputs, **options: mk.causal_conv1d(**inputs, activation="silu", **options)[0],
     "attention": lambda inputs, **options: mk.attention(**inputs, **options),
+    "mlstm": lambda inputs, **options: mk.mlstm(**inputs, **options)[0],
+    "linear_scan": lambda inputs, **options: mk.linear_scan(**inputs, **options)[0],
     "softmax_cross_entropy": lambda inputs, **options: mk.softmax_cross_entropy(**inputs, softcap=30.0, **options),
 }
-WIDE = ("log_decay", "beta", "lam", "embedding")  # never bfloat16
+WIDE = ("log_decay", "beta", "input_gate", "forget_gate", "a", "lam", "embedding")  # never bfloat16
 REDUCED = dict(B=1, T=150, H=2, J=2)  # the float64 reference is slow
 
 

@@ -3,8 +3,11 @@
 from mesanet_kernels.ops.attention.api import attention
 from mesanet_kernels.ops.attention.cache import AttentionState, attention_extend, attention_step, init_attention_state
 from mesanet_kernels.ops.causal_conv1d.api import causal_conv1d, causal_conv1d_step
+from mesanet_kernels.ops.delta_rule.api import delta_rule, delta_rule_step
 from mesanet_kernels.ops.gated_linear_attention.api import gated_linear_attention, gated_linear_attention_step
+from mesanet_kernels.ops.linear_scan.api import linear_scan, linear_scan_step
 from mesanet_kernels.ops.mesa.api import MesaOutput, mesa, mesa_step
+from mesanet_kernels.ops.mlstm.api import mlstm, mlstm_step
 from mesanet_kernels.ops.softmax_cross_entropy.api import softmax_cross_entropy
 
 __all__ = [
@@ -15,10 +18,16 @@ __all__ = [
     "attention_step",
     "causal_conv1d",
     "causal_conv1d_step",
+    "delta_rule",
+    "delta_rule_step",
     "gated_linear_attention",
     "gated_linear_attention_step",
     "init_attention_state",
+    "linear_scan",
+    "linear_scan_step",
     "mesa",
     "mesa_step",
+    "mlstm",
+    "mlstm_step",
     "softmax_cross_entropy",
 ]

@@ -31,6 +31,17 @@ class ChunkWeights(NamedTuple):
     enter_NBHC: jax.Array
 
 
+class LogDecays(NamedTuple):
+    """Logarithms of what is left of a token, and of the state that enters the chunk; -inf: nothing.
+
+    between_NBHCC: of token s (last axis) at token t: -inf for s > t and across documents.
+    enter_NBHC: of the entering state at token t: -inf where a document started in between.
+    """
+
+    between_NBHCC: jax.Array
+    enter_NBHC: jax.Array
+
+
 def pick_chunk(chunk_size, length):
     """Tokens a chunk: 64 unless given (products of 64 rows keep matrix units busy), never more than `length`."""
     return min(chunk_size or 64, length)
@@ -61,13 +72,18 @@ def join(x_NBHC, length):
 
 
 def chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT, *, chunk):
-    """The `ChunkWeights` of a sequence. Decays between two tokens are summed from their own terms only:
+    """The `ChunkWeights` of a sequence."""
+    between_NBHCC, enter_NBHC = log_decays(log_decay_BTH, segment_ids_BT, chunk=chunk)
+    return ChunkWeights(jnp.exp(between_NBHCC) * split(beta_BTH, chunk)[..., None, :], jnp.exp(enter_NBHC))
+
+
+def log_decays(log_decay_BTH, segment_ids_BT, *, chunk):
+    """The `LogDecays` of a sequence. Decays between two tokens are summed from their own terms only:
 
     a difference of two running sums would lose the small decays behind a large one, and would let one
     document's gates round another's.
     """
     log_decay_NBHC = split(jnp.maximum(log_decay_BTH, LOG_DECAY_FLOOR), chunk)
-    beta_NBHC = split(beta_BTH, chunk)
     segment_N1BC = _split_segments(segment_ids_BT, chunk)
     previous_N1B1 = jnp.concatenate([segment_N1BC[:1, ..., :1], segment_N1BC[:-1, ..., -1:]])
 
@@ -75,11 +91,11 @@ def chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT, *, chunk):
     after_CC = jnp.tri(chunk, k=-1, dtype=log_decay_NBHC.dtype)
     between_NBHCC = jnp.cumsum(log_decay_NBHC[..., None] * after_CC, axis=-2)
     visible_NB1CC = causal_CC & (segment_N1BC[..., :, None] == segment_N1BC[..., None, :])
-    intra_NBHCC = jnp.where(visible_NB1CC, jnp.exp(between_NBHCC), 0) * beta_NBHC[..., None, :]
-
     since_start_NBHC = between_NBHCC[..., 0] + log_decay_NBHC[..., :1]
-    enter_NBHC = jnp.where(segment_N1BC == previous_N1B1, jnp.exp(since_start_NBHC), 0)
-    return ChunkWeights(intra_NBHCC, enter_NBHC)
+    return LogDecays(
+        jnp.where(visible_NB1CC, between_NBHCC, -jnp.inf),
+        jnp.where(segment_N1BC == previous_N1B1, since_start_NBHC, -jnp.inf),
+    )
 
 
 def _split_segments(segment_ids_BT, chunk):

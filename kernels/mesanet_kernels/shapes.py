@@ -28,6 +28,13 @@ SHAPES = {
         "demo": dict(B=8, T=256, H=4, J=4, K=64, V=64),
         "16x2048": dict(B=16, T=2048, H=8, J=8, K=128, V=128),
     },
+    "linear_scan": {
+        "tiny": dict(B=2, T=11, D=6),
+        "ragged": dict(B=2, T=70, D=12),
+        "demo": dict(B=8, T=256, D=240),
+        "16x2048": dict(B=16, T=2048, D=1280),
+        "1x32768": dict(B=1, T=32768, D=1280),
+    },
     "softmax_cross_entropy": {
         "tiny": dict(B=2, T=11, D=8, V=21),
         "ragged": dict(B=2, T=70, D=16, V=40),
@@ -35,7 +42,7 @@ SHAPES = {
         "16x2048": dict(B=16, T=2048, D=1024, V=32000),
     },
 }
-SHAPES["gated_linear_attention"] = SHAPES["mesa"]
+SHAPES["gated_linear_attention"] = SHAPES["delta_rule"] = SHAPES["mlstm"] = SHAPES["mesa"]
 
 
 def example(op, shape, *, seed=0):
@@ -60,6 +67,17 @@ def _gated_linear_attention(rng, s):
     )
 
 
+def _mlstm(rng, s):
+    rows = s["B"], s["T"], s["H"]
+    return dict(
+        q=_normal(rng, *rows, s["K"]),
+        k=_normal(rng, *rows, s["K"]),
+        v=_normal(rng, *rows, s["V"]),
+        input_gate=2 * _normal(rng, *rows),
+        forget_gate=3 + 2 * _normal(rng, *rows),
+    )
+
+
 def _mesa(rng, s):
     lam = rng.uniform(0.25, 1.25, (s["H"], s["K"])).astype(np.float32)
     return dict(**_gated_linear_attention(rng, s), lam=lam)
@@ -75,6 +93,11 @@ def _attention(rng, s):
         k=_normal(rng, s["B"], s["T"], s["J"], s["K"]),
         v=_normal(rng, s["B"], s["T"], s["J"], s["V"]),
     )
+
+
+def _linear_scan(rng, s):
+    shape = s["B"], s["T"], s["D"]
+    return dict(x=_normal(rng, *shape), a=np.exp(-np.exp(rng.uniform(-7, 1, shape))).astype(np.float32))
 
 
 def _softmax_cross_entropy(rng, s):
@@ -97,7 +120,10 @@ def _unit(rng, *shape):
 _EXAMPLES = {
     "mesa": _mesa,
     "gated_linear_attention": _gated_linear_attention,
+    "delta_rule": _gated_linear_attention,
     "causal_conv1d": _causal_conv1d,
     "attention": _attention,
+    "mlstm": _mlstm,
+    "linear_scan": _linear_scan,
     "softmax_cross_entropy": _softmax_cross_entropy,
 }

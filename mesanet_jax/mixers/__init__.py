@@ -11,9 +11,22 @@ and `flops_per_token(seq_len)`, its `Flops`, and `check(model)`, which refuses i
 """
 
 from mesanet_jax.mixers.attention import Attention
+from mesanet_jax.mixers.delta import DeltaNet, GatedDeltaNet
+from mesanet_jax.mixers.gla import GLA
+from mesanet_jax.mixers.hawk import Hawk
+from mesanet_jax.mixers.mamba2 import Mamba2
 from mesanet_jax.mixers.mesa import Mesa
+from mesanet_jax.mixers.mlstm import MLSTM
+from mesanet_jax.mixers.sliding import Sliding
 
 MIXERS = {
     "attention": Attention,
+    "deltanet": DeltaNet,
+    "gated_deltanet": GatedDeltaNet,
+    "gla": GLA,
+    "hawk": Hawk,
+    "mamba2": Mamba2,
     "mesa": Mesa,
+    "mlstm": MLSTM,
+    "sliding": Sliding,
 }

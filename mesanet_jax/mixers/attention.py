@@ -16,6 +16,7 @@ from mesanet_kernels import attention, attention_extend, attention_step, init_at
 class Attention(nnx.Module):
     """The softmax baseline of the MesaNet paper (section 4): multi-head attention, RoPE, no biases."""
 
+    SECTION = "attention"
     FIELDS = {
         "kv_heads": Field(
             None, "key/value heads, a divisor of model.heads; none: one a query head", kind=int, at_least=1, fixed=True
@@ -32,16 +33,18 @@ class Attention(nnx.Module):
         ),
     }
 
-    @staticmethod
-    def check(model) -> None:
-        kv_heads = model.attention.kv_heads or model.heads
+    @classmethod
+    def check(cls, model) -> None:
+        kv_heads = model[cls.SECTION].kv_heads or model.heads
         if model.heads % kv_heads:
-            raise UserError(f"config.model.attention.kv_heads={kv_heads}: must divide config.model.heads={model.heads}")
+            raise UserError(
+                f"config.model.{cls.SECTION}.kv_heads={kv_heads}: must divide config.model.heads={model.heads}"
+            )
         if model.head_dim % 2:
             raise UserError(f"config.model.head_dim={model.head_dim}: rotary positions need an even size")
 
     def __init__(self, model, *, rngs: nnx.Rngs):
-        options = model.attention
+        options = model[self.SECTION]
         self.heads, self.head_dim = model.heads, model.head_dim
         self.kv_heads = options.kv_heads or model.heads
         self.rope_base, self.window, self.implementation = options.rope_base, options.window, options.implementation

@@ -20,8 +20,20 @@ def gated_linear_attention(inputs, *, segment_ids=None, state=None, **options):
     return mk.gated_linear_attention(**inputs, segment_ids=segment_ids, initial_state=state, **options)
 
 
+def delta_rule(inputs, *, segment_ids=None, state=None, **options):
+    return mk.delta_rule(**inputs, segment_ids=segment_ids, initial_state=state, **options)
+
+
 def causal_conv1d(inputs, *, segment_ids=None, state=None, **options):
     return mk.causal_conv1d(**inputs, activation="silu", segment_ids=segment_ids, initial_state=state, **options)
+
+
+def mlstm(inputs, *, segment_ids=None, state=None, **options):
+    return mk.mlstm(**inputs, segment_ids=segment_ids, initial_state=state, **options)
+
+
+def linear_scan(inputs, *, segment_ids=None, state=None, **options):
+    return mk.linear_scan(**inputs, segment_ids=segment_ids, initial_state=state, **options)
 
 
 def attention(inputs, *, segment_ids=None, window=None, **options):
@@ -32,7 +44,14 @@ def softmax_cross_entropy(inputs, *, block_size=4, **options):
     return mk.softmax_cross_entropy(**inputs, softcap=30.0, block_size=block_size, **options)
 
 
-RECURRENT = {"mesa": mesa, "gated_linear_attention": gated_linear_attention, "causal_conv1d": causal_conv1d}
+RECURRENT = {
+    "mesa": mesa,
+    "gated_linear_attention": gated_linear_attention,
+    "delta_rule": delta_rule,
+    "causal_conv1d": causal_conv1d,
+    "linear_scan": linear_scan,
+    "mlstm": mlstm,
+}
 OVER_DOCUMENTS = RECURRENT | {"attention": attention}
 ALL = OVER_DOCUMENTS | {"softmax_cross_entropy": softmax_cross_entropy}
 LIMITS = {"mesa": 1e-4}  # relative error in float32, kernel-api.md; every other op: 1e-5
@@ -43,9 +62,14 @@ def random_state(op, sizes, *, seed=1):
     rng = np.random.default_rng(seed)
     if op == "causal_conv1d":
         return rng.standard_normal((sizes["B"], sizes["W"] - 1, sizes["D"])).astype(np.float32)
+    if op == "linear_scan":
+        return rng.standard_normal((sizes["B"], sizes["D"])).astype(np.float32)
     kv = rng.standard_normal((sizes["B"], sizes["H"], sizes["K"], sizes["V"])).astype(np.float32)
-    if op == "gated_linear_attention":
+    if op in ("gated_linear_attention", "delta_rule"):
         return kv
+    if op == "mlstm":
+        normaliser, stabiliser = (rng.standard_normal(kv.shape[:ndim]).astype(np.float32) for ndim in (3, 2))
+        return kv, normaliser, stabiliser
     keys = rng.standard_normal((sizes["B"], sizes["H"], 5, sizes["K"])).astype(np.float32) / np.sqrt(sizes["K"])
     return np.einsum("bhnk,bhnj->bhkj", keys, keys), kv
 
@@ -99,7 +123,7 @@ def evaluate(function, inputs, *, dtype=None, **options):
 
 def cast_floating(inputs, dtype):
     """The floating inputs only, as jax arrays of `dtype`; gates and the embedding never become bfloat16."""
-    kept = {"log_decay", "beta", "lam", "embedding"} if dtype == jnp.bfloat16 else ()
+    kept = {"log_decay", "beta", "input_gate", "forget_gate", "a", "lam", "embedding"} if dtype == jnp.bfloat16 else ()
     return {
         name: jnp.asarray(x, None if name in kept else dtype)
         for name, x in inputs.items()

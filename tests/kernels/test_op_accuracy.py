@@ -51,7 +51,7 @@ def test_initial_state_and_documents(op):
 
 
 @pytest.mark.parametrize("length, chunk", [(1, 16), (2, 1), (17, 16), (17, 4)])
-@pytest.mark.parametrize("op", ["mesa", "gated_linear_attention"])
+@pytest.mark.parametrize("op", ["mesa", "gated_linear_attention", "delta_rule"])
 def test_any_length_and_chunk(op, length, chunk):
     sizes = shapes.SHAPES[op]["tiny"] | {"T": length}
     inputs = shapes.example(op, sizes)
@@ -63,7 +63,7 @@ def test_any_length_and_chunk(op, length, chunk):
     )
 
 
-@pytest.mark.parametrize("op", ["mesa", "gated_linear_attention"])
+@pytest.mark.parametrize("op", ["mesa", "gated_linear_attention", "delta_rule"])
 def test_extreme_gates(op):
     """One row of the batch a case; the small decays between the extreme ones must keep their precision."""
     gates = [(decay, beta) for decay in (0.0, -0.1, -3.0, -1e4, -np.inf) for beta in (0.0, 1.0)]

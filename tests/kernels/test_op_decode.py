@@ -23,15 +23,30 @@ def gla_step(token, state, implementation):
     return mk.gated_linear_attention_step(**token, state=state, implementation=implementation)
 
 
+def delta_step(token, state, implementation):
+    return mk.delta_rule_step(**token, state=state, implementation=implementation)
+
+
 def conv_step(token, state, implementation):
     return mk.causal_conv1d_step(**token, state=state, activation="silu", implementation=implementation)
+
+
+def linear_scan_step(token, state, implementation):
+    return mk.linear_scan_step(**token, state=state, implementation=implementation)
+
+
+def mlstm_step(token, state, implementation):
+    return mk.mlstm_step(**token, state=state, implementation=implementation)
 
 
 # Mesa far from convergence: the two forms must take the same five steps, not only reach the same solution.
 STEPS = {
     "mesa": (mesa_step, dict(max_iters=5, chunk_size=4)),
     "gated_linear_attention": (gla_step, {}),
+    "delta_rule": (delta_step, {}),
     "causal_conv1d": (conv_step, {}),
+    "linear_scan": (linear_scan_step, {}),
+    "mlstm": (mlstm_step, {}),
 }
 
 

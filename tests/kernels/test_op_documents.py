@@ -13,7 +13,10 @@ FIRST, LAST = 4, 9  # the middle of three documents, inside a chunk and across o
 OPTIONS = {
     "mesa": dict(chunk_size=4, max_iters=8),
     "gated_linear_attention": dict(chunk_size=4),
+    "delta_rule": dict(chunk_size=4),
     "causal_conv1d": {},
+    "linear_scan": {},
+    "mlstm": dict(chunk_size=4),
     "attention": {},
 }
 

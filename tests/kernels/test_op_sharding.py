@@ -16,12 +16,20 @@ ROWS = P("data", None, "tensor")
 SPECS = {
     "mesa": dict.fromkeys(("q", "k", "v", "log_decay", "beta"), ROWS) | {"lam": P("tensor")},
     "gated_linear_attention": dict.fromkeys(("q", "k", "v", "log_decay", "beta"), ROWS),
+    "delta_rule": dict.fromkeys(("q", "k", "v", "log_decay", "beta"), ROWS),
     "causal_conv1d": {"x": ROWS, "w": P(None, "tensor"), "bias": P("tensor")},
+    "mlstm": dict.fromkeys(("q", "k", "v", "input_gate", "forget_gate"), ROWS),
+    "linear_scan": dict.fromkeys(("x", "a"), ROWS),
     "attention": dict.fromkeys(("q", "k", "v"), ROWS),
     "softmax_cross_entropy": {"hidden": P("data"), "embedding": P("tensor"), "targets": P("data")},
 }
 SIZES = dict(B=4, T=150, H=4, J=2, K=8, V=16, D=12, W=4)
-OPTIONS = {"mesa": dict(chunk_size=32, max_iters=4, tol=1e-3), "gated_linear_attention": dict(chunk_size=32)}
+OPTIONS = {
+    "mesa": dict(chunk_size=32, max_iters=4, tol=1e-3),
+    "gated_linear_attention": dict(chunk_size=32),
+    "delta_rule": dict(chunk_size=32),
+    "mlstm": dict(chunk_size=32),
+}
 
 
 @pytest.mark.parametrize("op", SPECS)

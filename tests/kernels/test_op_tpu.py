@@ -34,7 +34,7 @@ def tpu_mesh():
 @pytest.mark.parametrize("op", SPECS)
 def test_compiles_for_v5e(op, tpu_mesh):
     inputs = shapes.example(op, {axis: SIZES[axis] for axis in shapes.SHAPES[op]["tiny"]})
-    gates = ("log_decay", "beta", "lam", "embedding")
+    gates = ("log_decay", "beta", "input_gate", "forget_gate", "a", "lam", "embedding")
 
     def abstract(name, x):
         dtype = jnp.bfloat16 if x.dtype == np.float32 and name not in gates else x.dtype

@@ -16,6 +16,9 @@ from mesanet_jax.mixers import MIXERS
 B, T, D = 2, 37, 24
 # Every mixer as it is, and the options that change what it computes.
 VARIANTS = {name: (name, {}) for name in MIXERS} | {
+    "mlstm_options": ("mlstm", {"gate_softcap": 15.0, "conv_on_value": True, "decay_bias_init": -1.0, "chunk_size": 8}),
+    "hawk_options": ("hawk", {"num_blocks": 3, "expansion": 1.5, "decay_init": "recurrentgemma"}),
+    "sliding": ("sliding", {"window": 5}),
     "attention_grouped_window": ("attention", {"kv_heads": 1, "window": 5}),
     "mesa_options": ("mesa", {"conv_on_value": True, "output_gate": True, "decay_cap": 1.0}),
     "mesa_unconverged": (  # memories of up to 3000 tokens, a weak ridge, four iterations
@@ -24,16 +27,18 @@ VARIANTS = {name: (name, {}) for name in MIXERS} | {
     ),
 }
 variants = pytest.mark.parametrize("variant", VARIANTS)
-CONSTANT_STATE = [variant for variant, (name, options) in VARIANTS.items() if name == "mesa" or "window" in options]
+CONSTANT_STATE = [
+    variant for variant, (name, options) in VARIANTS.items() if name != "attention" or "window" in options
+]
 CHUNKS = (20, 1, 16)
 assert sum(CHUNKS) == T
 
 
-def mixer_of(variant, *, seed=0):
+def mixer_of(variant, *, seed=0, norm_eps=1e-3):
     name, options = VARIANTS[variant]
     model = config_lib.default_config((name,)).model
     model.dim, model.layers, model.heads, model.head_dim = D, 2, 2, 8
-    model.norm_eps = 1e-3  # conditions the output at a document's start (tests/test_step.py)
+    model.norm_eps = norm_eps  # conditions the output at a document's start (tests/test_step.py)
     model[name].update(options)
     MIXERS[name].check(model)
     return MIXERS[name](model, rngs=nnx.Rngs(params=seed))
@@ -135,7 +140,7 @@ def test_the_past_matters_and_the_future_does_not(variant):
     other_BTD = x_BTD.at[:, 20].add(1.0)
     changed_T = jnp.any(whole(mixer, x_BTD, one_document()) != whole(mixer, other_BTD, one_document()), axis=(0, 2))
     assert not changed_T[:20].any() and changed_T[20:24].all()
-    assert changed_T[25:].any() == ("window" not in variant)
+    assert changed_T[25:].any() == ("window" not in VARIANTS[variant][1])
 
 
 @pytest.mark.parametrize("variant", CONSTANT_STATE)
@@ -155,8 +160,12 @@ def test_state_keeps_its_shape(variant):
 
 @variants
 def test_bfloat16(variant):
-    """Outputs keep the dtype, gradients of parameters are float32 and finite, all near those of float32."""
-    mixer = mixer_of(variant)
+    """Outputs keep the dtype, gradients of parameters are float32 and finite, all near those of float32.
+
+    The norm's epsilon is larger still: a document's first token reads beta (q.k) v, and the rounding of q.k alone, the op
+    in float32, moved the gradients through its norm by up to 12 % at 1e-3 (measured over seeds), by 2 % at 1e-2.
+    """
+    mixer = mixer_of(variant, norm_eps=1e-2)
     graphdef, params = nnx.split(mixer)
 
     @jax.jit
@@ -174,9 +183,9 @@ def test_bfloat16(variant):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("variant", [variant for variant, (name, _) in VARIANTS.items() if name == "mesa"])
+@pytest.mark.parametrize("variant", [variant for variant, (name, _) in VARIANTS.items() if name != "attention"])
 def test_a_token_repeated_4096_times(variant, dtype):
-    """The state becomes singular but for lambda; published kernels gave NaN here (field notes 35)."""
+    """Mesa's state becomes singular but for lambda; published kernels gave NaN here (field notes 35)."""
     mixer = mixer_of(variant)
     x_BTD = jnp.broadcast_to(stream(time=1, dtype=dtype)[:1], (1, 4096, D))
 
@@ -193,7 +202,9 @@ def test_a_token_repeated_4096_times(variant, dtype):
     ("mixer", "section", "message"),
     [
         ("attention", {"attention.kv_heads": 2}, "kv_heads=2: must divide config.model.heads=3"),
+        ("sliding", {"sliding.kv_heads": 2}, "model.sliding.kv_heads=2: must divide config.model.heads=3"),
         ("attention", {"head_dim": 15}, "head_dim=15: rotary positions need an even size"),
+        ("hawk", {"hawk.num_blocks": 7}, "7 blocks do not divide the width 960"),
         ("mesa", {"mesa.lambda_init": 0.25}, "lambda_init=0.25: must be above lambda_floor=0.25"),
         ("mesa", {"mesa.decay_cap": 1.5}, "decay_cap=1.5: must be above 0 and at most 1"),
     ],
@@ -214,3 +225,22 @@ def test_flops_are_positive_and_linear_or_quadratic(variant):
     assert two.training < 2 * one.training
     if variant in CONSTANT_STATE:
         assert two.training == pytest.approx(one.training, rel=0.01)
+
+
+@pytest.mark.parametrize("variant", ["hawk", "mlstm", "mlstm_options"])
+def test_decoding_32768_tokens_does_not_drift(variant):
+    """The last outputs after 32k single steps are those of the parallel form, rounding included."""
+    mixer, length = mixer_of(variant), 32_768
+    x_BTD = stream(time=length)
+
+    @jax.jit
+    def decode(x_BTD):
+        def advance(state, x_BD):
+            y_BD, state = mixer.step(x_BD, state)
+            return state, y_BD
+
+        empty = mixer.init_state(B, max_length=length, dtype=jnp.float32)
+        _, y_TBD = jax.lax.scan(advance, empty, jnp.moveaxis(x_BTD, 1, 0))
+        return jnp.moveaxis(y_TBD[-256:], 0, 1)
+
+    assert relative(decode(x_BTD), whole(mixer, x_BTD, one_document(length))[:, -256:]) < 1e-5

@@ -1,0 +1,17 @@
+"""Hawk-Mesa (MesaNet, arXiv 2506.05233, section 4): blocks of Hawk and Mesa in turn.
+
+The paper does not say which comes first; `--config.model.pattern=mesa,hawk` is the other order.
+"""
+
+from configs.backbone import backbone
+
+PEAK_LEARNING_RATE = {"140m": 2.5e-3, "440m": 2e-3, "1b": 2e-3}  # Table 8, 15B tokens
+
+
+def get_config(size: str = "140m"):
+    config = backbone("hawk_mesa", size, ("hawk", "mesa"))
+    config.optimizer.learning_rate = PEAK_LEARNING_RATE.get(size, config.optimizer.learning_rate)
+    if size == "demo":
+        config.model.mesa.max_iters = 8
+        config.model.mesa.chunk_size = 32
+    return config

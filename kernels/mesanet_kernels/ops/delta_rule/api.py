@@ -1,0 +1,81 @@
+"""Public `delta_rule` and its step: checks, defaults, choice of implementation.
+
+B batch, T time, H heads, K key size, V value size.
+"""
+
+import jax.numpy as jnp
+
+from mesanet_kernels import checks, chunks
+from mesanet_kernels.ops.delta_rule import reference, xla
+
+IMPLEMENTATIONS = {"reference": reference.delta_rule, "xla": xla.delta_rule}
+
+
+def delta_rule(
+    q, k, v, beta, *, log_decay=None, segment_ids=None, initial_state=None, chunk_size=None, implementation=None
+):
+    """The delta rule: each token corrects what its key recalls (DeltaNet, arXiv 2406.06484; gated, arXiv 2412.06464).
+
+        S_t = exp(log_decay_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = S_t^T q_t
+
+    All inputs have gradients, `initial_state` too; the backward pass keeps only the inputs.
+
+    Args:
+      q, k: [B, T, H, K], k L2-normalised by the caller; q is not scaled.
+      v: [B, T, H, V].
+      beta: [B, T, H], in [0, 1].
+      log_decay: [B, T, H], at most 0 (-inf included): Gated DeltaNet. None, no decay: DeltaNet.
+      segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
+      initial_state: [B, H, K, V]; belongs to the first token's document. Default zero.
+      chunk_size: tokens computed as one dense block; does not change the result. Default 64.
+      implementation: "reference", "xla", or None for the best.
+
+    Returns:
+      (o [B, T, H, V] in v's dtype, final state [B, H, K, V] float32).
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit. NotImplementedError: unknown implementation.
+    """
+    run = checks.choose("delta_rule", implementation, IMPLEMENTATIONS, best="xla")
+    sizes = _check_arrays("delta_rule", "BTH", q, k, v, beta, log_decay, initial_state)
+    segment_ids = checks.segments("delta_rule", segment_ids, sizes)
+    checks.check_positive("delta_rule", chunk_size=chunk_size)
+
+    dtype = checks.accumulation_dtype(q, k, v)
+    log_decay = jnp.zeros(beta.shape, dtype) if log_decay is None else log_decay.astype(dtype)
+    state = jnp.zeros([sizes[axis] for axis in "BHKV"], dtype) if initial_state is None else initial_state.astype(dtype)
+    return run(chunks.pick_chunk(chunk_size, sizes["T"]), q, k, v, beta.astype(dtype), log_decay, state, segment_ids)
+
+
+def delta_rule_step(q, k, v, beta, state, *, log_decay=None, implementation=None):
+    """One token of `delta_rule`, the same computation at T = 1.
+
+    Args:
+      q, k: [B, H, K]; v: [B, H, V]; beta, log_decay: [B, H]; state: [B, H, K, V].
+
+    Returns:
+      (o [B, H, V], new state).
+    """
+    _check_arrays("delta_rule_step", "BH", q, k, v, beta, log_decay, state)
+    q, k, v, beta = (x[:, None] for x in (q, k, v, beta))
+    log_decay = None if log_decay is None else log_decay[:, None]
+    o, state = delta_rule(q, k, v, beta, log_decay=log_decay, initial_state=state, implementation=implementation)
+    return o[:, 0], state
+
+
+def _check_arrays(op, rows, q, k, v, beta, log_decay, state):
+    sizes = checks.check_shapes(
+        op,
+        {
+            "q": (q, rows + "K"),
+            "k": (k, rows + "K"),
+            "v": (v, rows + "V"),
+            "beta": (beta, rows),
+            "log_decay": (log_decay, rows),
+            "state": (state, "BHKV"),
+        },
+    )
+    checks.check_dtypes(
+        op, jnp.floating, {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "state": state}
+    )
+    return sizes

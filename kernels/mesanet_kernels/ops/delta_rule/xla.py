@@ -1,0 +1,76 @@
+"""The gated delta rule chunk by chunk, in WY form (mesanet.md 5), in plain XLA.
+
+A token writes what its key does not yet recall, w_t = beta_t (v_t - gamma_t S_{t-1}^T k_t), and then the memory is that
+of gated linear attention with the values w: S_t = gamma_t S_{t-1} + k_t w_t^T. With S the state that enters the chunk,
+the writes of a chunk solve a unit lower-triangular system:
+
+    (I + L) w = beta (v - enter K S)        L[t, s] = beta_t decay(s, t) k_t.k_s  for s < t
+
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from mesanet_kernels import chunks
+from mesanet_kernels.ops.delta_rule.triangular import unit_lower_inverse
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def delta_rule(chunk, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, state_BHKV, segment_ids_BT):
+    """Returns (o [B,T,H,V], final state [B,H,K,V]); `api.delta_rule` says what each argument is."""
+    length, dtype = q_BTHK.shape[1], q_BTHK.dtype
+    # Beta scales what is written, not what is read of it: it is no part of the weights.
+    weights = chunks.chunk_weights(log_decay_BTH, jnp.ones_like(beta_BTH), segment_ids_BT, chunk=chunk)
+    q_NBHCK, k_NBHCK, v_NBHCV = (chunks.split(x, chunk) for x in (q_BTHK, k_BTHK, v_BTHV))
+    beta_NBHC = chunks.split(beta_BTH, chunk)
+    own_NBHCV, recall_NBHCK = _writes(k_NBHCK, v_NBHCV, beta_NBHC, weights)
+    states_NBHKV, w_NBHCV, final_BHKV = _states(k_NBHCK, own_NBHCV, recall_NBHCK, weights, state_BHKV)
+    o_NBHCV = chunks.read(q_NBHCK, k_NBHCK, w_NBHCV.astype(dtype), weights, states_NBHKV)
+    return chunks.join(o_NBHCV, length).astype(v_BTHV.dtype), final_BHKV
+
+
+def _writes(k_NBHCK, v_NBHCV, beta_NBHC, weights):
+    """U and W of the writes w = U - W S as they depend on the entering state S, in the gates' dtype."""
+    dtype = beta_NBHC.dtype
+    overlap_NBHCC = chunks.product("nbhtk,nbhsk->nbhts", k_NBHCK, k_NBHCK, dtype)
+    system_NBHCC = beta_NBHC[..., None] * overlap_NBHCC * jnp.tril(weights.intra_NBHCC, -1)
+    inverse_NBHCC = unit_lower_inverse(system_NBHCC)
+    solve = lambda x_NBHCX: chunks.product("nbhts,nbhsx->nbhtx", inverse_NBHCC, x_NBHCX, dtype)
+    enter_NBHC = beta_NBHC * weights.enter_NBHC
+    return solve(beta_NBHC[..., None] * v_NBHCV.astype(dtype)), solve(enter_NBHC[..., None] * k_NBHCK.astype(dtype))
+
+
+def _states(k_NBHCK, own_NBHCV, recall_NBHCK, weights, initial_BHKV):
+    """States entering each chunk [N,B,H,K,V], every token's write [N,B,H,C,V], and the state after the last chunk.
+
+    In the state's dtype throughout: a rounded W would let the state grow where its key is repeated without forgetting.
+    """
+    dtype = initial_BHKV.dtype
+    leave_NBHCK = k_NBHCK.astype(dtype) * weights.intra_NBHCC[..., -1, :, None]
+
+    def carry_over(state_BHKV, inputs):
+        leave_BHCK, own_BHCV, recall_BHCK, carry_BH = inputs
+        w_BHCV = own_BHCV - chunks.product("bhck,bhkv->bhcv", recall_BHCK, state_BHKV, dtype)
+        update_BHKV = chunks.product("bhck,bhcv->bhkv", leave_BHCK, w_BHCV, dtype)
+        return carry_BH[..., None, None] * state_BHKV + update_BHKV, (state_BHKV, w_BHCV)
+
+    inputs = leave_NBHCK, own_NBHCV, recall_NBHCK, weights.enter_NBHC[..., -1]
+    final_BHKV, (states_NBHKV, w_NBHCV) = jax.lax.scan(carry_over, initial_BHKV, inputs)
+    return states_NBHKV, w_NBHCV, final_BHKV
+
+
+def _forward(chunk, *inputs):
+    return delta_rule(chunk, *inputs), inputs
+
+
+def _backward(chunk, inputs, cotangents):
+    """Recomputes everything from the inputs: what a chunk saves is several times as large as they are."""
+    *differentiable, segment_ids_BT = inputs
+    _, gradients_of = jax.vjp(lambda *xs: delta_rule.fun(chunk, *xs, segment_ids_BT), *differentiable)
+    return *gradients_of(cotangents), None
+
+
+delta_rule.defvjp(_forward, _backward)

@@ -1,0 +1,59 @@
+"""Public `linear_scan` and its step: checks, defaults, choice of implementation.
+
+B batch, T time, D channels.
+"""
+
+import jax.numpy as jnp
+
+from mesanet_kernels import checks
+from mesanet_kernels.ops.linear_scan import reference, xla
+
+IMPLEMENTATIONS = {"reference": reference.linear_scan, "xla": xla.linear_scan}
+
+
+def linear_scan(x, a, *, segment_ids=None, initial_state=None, implementation=None):
+    """A linear recurrence in every channel, as in the RG-LRU of Hawk (arXiv 2402.19427, section 2.4).
+
+        h_t = a_t h_{t-1} + x_t
+
+    All inputs have gradients, `initial_state` too; the backward pass keeps a and h.
+
+    Args:
+      x: [B, T, D].
+      a: [B, T, D], decays between -1 and 1; larger ones grow without bound. Best float32 where x is bfloat16.
+      segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
+      initial_state: [B, D]; belongs to the first token's document. Default zero.
+      implementation: "reference", "xla", or None for the best that supports the call.
+
+    Returns:
+      (h [B, T, D] in x's dtype, final state [B, D] float32).
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit. NotImplementedError: unknown implementation.
+    """
+    run = checks.choose("linear_scan", implementation, IMPLEMENTATIONS, best="xla")
+    sizes = _check_arrays("linear_scan", "BTD", x, a, initial_state)
+    segment_ids = checks.segments("linear_scan", segment_ids, sizes)
+    dtype = checks.accumulation_dtype(x, a)
+    state = jnp.zeros((sizes["B"], sizes["D"]), dtype) if initial_state is None else initial_state.astype(dtype)
+    return run(x, a, state, segment_ids)
+
+
+def linear_scan_step(x, a, state, *, implementation=None):
+    """One token of `linear_scan`, the same computation at T = 1.
+
+    Args:
+      x, a, state: [B, D].
+
+    Returns:
+      (h [B, D] in x's dtype, new state [B, D]).
+    """
+    _check_arrays("linear_scan_step", "BD", x, a, state)
+    h, state = linear_scan(x[:, None], a[:, None], initial_state=state, implementation=implementation)
+    return h[:, 0], state
+
+
+def _check_arrays(op, rows, x, a, state):
+    sizes = checks.check_shapes(op, {"x": (x, rows), "a": (a, rows), "state": (state, "BD")})
+    checks.check_dtypes(op, jnp.floating, {"x": x, "a": a, "state": state})
+    return sizes

@@ -1,0 +1,88 @@
+"""Public `mlstm` and its step: checks, defaults, choice of implementation.
+
+B batch, T time, H heads, K key size, V value size.
+"""
+
+import jax.numpy as jnp
+
+from mesanet_kernels import checks, chunks
+from mesanet_kernels.ops.mlstm import reference, xla
+
+IMPLEMENTATIONS = {"reference": reference.mlstm, "xla": xla.mlstm}
+
+
+def mlstm(
+    q, k, v, input_gate, forget_gate, *, segment_ids=None, initial_state=None, chunk_size=None, implementation=None
+):
+    """The matrix LSTM of xLSTM (arXiv 2405.04517, equations 19 to 27): an exponential input gate and a normaliser.
+
+        f_t = sigmoid(forget_gate_t)          m_t = max(log f_t + m_{t-1}, input_gate_t)
+        C_t = f_t e^{m_{t-1} - m_t} C_{t-1} + e^{input_gate_t - m_t} k_t v_t^T
+        n_t = f_t e^{m_{t-1} - m_t} n_{t-1} + e^{input_gate_t - m_t} k_t
+        o_t = C_t^T q_t / (max(|n_t^T q_t|, e^{-m_t}) + 1e-6)          with q_t / sqrt(K) in place of q_t
+
+    The stabiliser m keeps every exponential at most 1 and does not change o but through the 1e-6. It starts at 0 and
+    is kept above -40, where e^{-m} would overflow. All inputs have gradients, `initial_state` too; the backward pass
+    keeps only the inputs.
+
+    Args:
+      q, k: [B, T, H, K]; q is divided by sqrt(K) inside.
+      v: [B, T, H, V].
+      input_gate, forget_gate: [B, T, H], before exp and sigmoid; -inf closes a gate.
+      segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
+      initial_state: (C [B, H, K, V], n [B, H, K], m [B, H]); belongs to the first token's document. Default zero.
+      chunk_size: tokens computed as one dense block; does not change the result. Default 64.
+      implementation: "reference", "xla", or None for the best that supports the call.
+
+    Returns:
+      (o [B, T, H, V] in v's dtype, final state (C, n, m) float32).
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit. NotImplementedError: unknown implementation.
+    """
+    run = checks.choose("mlstm", implementation, IMPLEMENTATIONS, best="xla")
+    sizes = _check_arrays("mlstm", "BTH", q, k, v, input_gate, forget_gate, initial_state)
+    segment_ids = checks.segments("mlstm", segment_ids, sizes)
+    checks.check_positive("mlstm", chunk_size=chunk_size)
+
+    dtype = checks.accumulation_dtype(q, k, v)
+    if initial_state is None:
+        initial_state = [jnp.zeros([sizes[axis] for axis in axes]) for axes in STATE_AXES]
+    state = tuple(x.astype(dtype) for x in initial_state)
+    chunk = chunks.pick_chunk(chunk_size, sizes["T"])
+    return run(chunk, q, k, v, input_gate.astype(dtype), forget_gate.astype(dtype), state, segment_ids)
+
+
+def mlstm_step(q, k, v, input_gate, forget_gate, state, *, implementation=None):
+    """One token of `mlstm`, the same computation at T = 1.
+
+    Args:
+      q, k: [B, H, K]; v: [B, H, V]; input_gate, forget_gate: [B, H]; state: (C, n, m) as in `mlstm`.
+
+    Returns:
+      (o [B, H, V], new state).
+    """
+    _check_arrays("mlstm_step", "BH", q, k, v, input_gate, forget_gate, state)
+    token = (x[:, None] for x in (q, k, v, input_gate, forget_gate))
+    o, state = mlstm(*token, initial_state=state, implementation=implementation)
+    return o[:, 0], state
+
+
+STATE_AXES = ("BHKV", "BHK", "BH")
+
+
+def _check_arrays(op, rows, q, k, v, input_gate, forget_gate, state):
+    cell, normaliser, stabiliser = (None, None, None) if state is None else state
+    axes = {
+        "q": (q, rows + "K"),
+        "k": (k, rows + "K"),
+        "v": (v, rows + "V"),
+        "input_gate": (input_gate, rows),
+        "forget_gate": (forget_gate, rows),
+        "state C": (cell, STATE_AXES[0]),
+        "state n": (normaliser, STATE_AXES[1]),
+        "state m": (stabiliser, STATE_AXES[2]),
+    }
+    sizes = checks.check_shapes(op, axes)
+    checks.check_dtypes(op, jnp.floating, {name: array for name, (array, _) in axes.items()})
+    return sizes

@@ -1,0 +1,43 @@
+"""mLSTM as it is defined: a scan over tokens, differentiated by autodiff.
+
+B batch, T time, H heads, K key size, V value size.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from mesanet_kernels.checks import accumulation_dtype
+from mesanet_kernels.recurrence import scan_tokens
+
+# Below it, what is remembered is lost beside the 1 that the normaliser is at least; above, e^-m and its square exist.
+STABILISER_FLOOR = -40.0
+EPSILON = 1e-6  # as in the authors' implementation
+
+
+def mlstm(chunk, q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH, state, segment_ids_BT):
+    """`state` is (C [B,H,K,V], n [B,H,K], m [B,H]); `chunk` does not apply."""
+    del chunk
+    dtype = accumulation_dtype(q_BTHK, k_BTHK, v_BTHV)
+    scale = q_BTHK.shape[-1] ** -0.5
+
+    def step(state, token):
+        cell_BHKV, normaliser_BHK, before_BH = state
+        q_BHK, k_BHK, v_BHV, input_gate_BH, forget_gate_BH = token
+        log_forget_BH = jax.nn.log_sigmoid(forget_gate_BH)
+        stabiliser_BH = jnp.maximum(jnp.maximum(log_forget_BH + before_BH, input_gate_BH), STABILISER_FLOOR)
+        forget_BH = jnp.exp(log_forget_BH + before_BH - stabiliser_BH)
+        key_BHK = jnp.exp(input_gate_BH - stabiliser_BH)[..., None] * k_BHK
+        cell_BHKV = forget_BH[..., None, None] * cell_BHKV + key_BHK[..., None] * v_BHV[..., None, :]
+        normaliser_BHK = forget_BH[..., None] * normaliser_BHK + key_BHK
+        read_BHV = jnp.einsum("bhk,bhkv->bhv", scale * q_BHK, cell_BHKV, precision=jax.lax.Precision.HIGHEST)
+        sum_BH = jnp.sum(scale * q_BHK * normaliser_BHK, axis=-1)
+        return (cell_BHKV, normaliser_BHK, stabiliser_BH), normalise(read_BHV, sum_BH, stabiliser_BH)
+
+    inputs = (q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH)
+    o_BTHV, state = scan_tokens(step, state, [x.astype(dtype) for x in inputs], segment_ids_BT)
+    return o_BTHV.astype(v_BTHV.dtype), state
+
+
+def normalise(read, weight, stabiliser):
+    """The readout [..., V] over the larger of |n^T q| and 1, both scaled by e^-m."""
+    return read / (jnp.maximum(jnp.abs(weight), jnp.exp(-stabiliser)) + EPSILON)[..., None]

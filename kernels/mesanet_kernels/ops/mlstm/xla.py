@@ -1,0 +1,84 @@
+"""mLSTM chunk by chunk, in plain XLA: gated linear attention whose weights are stabilised (mesanet.md 5).
+
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from mesanet_kernels import chunks
+from mesanet_kernels.ops.mlstm.reference import STABILISER_FLOOR, normalise
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def mlstm(chunk, q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH, state, segment_ids_BT):
+    """Returns (o [B,T,H,V], final state (C, n, m)); `api.mlstm` says what each argument is."""
+    cell_BHKV, normaliser_BHK, stabiliser_BH = state
+    length = q_BTHK.shape[1]
+    weights, m_NBHC, final_m_BH = _weights(input_gate_BTH, forget_gate_BTH, stabiliser_BH, segment_ids_BT, chunk=chunk)
+    q_NBHCK, k_NBHCK, v_NBHCV = (chunks.split(x, chunk) for x in (q_BTHK, k_BTHK, v_BTHV))
+    states_NBHKV, final_cell_BHKV = chunks.chunk_states(k_NBHCK, v_NBHCV, weights, cell_BHKV)
+    read_NBHCV = chunks.read(q_NBHCK, k_NBHCK, v_NBHCV, weights, states_NBHKV)
+    sum_NBHC, final_normaliser_BHK = _sums(q_NBHCK, k_NBHCK, weights, normaliser_BHK)
+    scale = q_BTHK.shape[-1] ** -0.5
+    o_NBHCV = normalise(scale * read_NBHCV, scale * sum_NBHC, m_NBHC)
+    final = final_cell_BHKV, final_normaliser_BHK, final_m_BH
+    return chunks.join(o_NBHCV, length).astype(v_BTHV.dtype), final
+
+
+def _forward(chunk, *inputs):
+    return mlstm(chunk, *inputs), inputs
+
+
+def _backward(chunk, inputs, cotangents):
+    """Recomputes everything from the inputs: what a chunk saves is several times as large as they are."""
+    *differentiable, segment_ids_BT = inputs
+    _, gradients_of = jax.vjp(lambda *xs: mlstm.fun(chunk, *xs, segment_ids_BT), *differentiable)
+    return *gradients_of(cotangents), None
+
+
+mlstm.defvjp(_forward, _backward)
+
+
+def _sums(q_NBHCK, k_NBHCK, weights, normaliser_BHK):
+    """n^T q of every token, [N,B,H,C], and the last n [B,H,K].
+
+    Scores of both signs cancel here and the output is divided by the rest, so nothing is rounded to the inputs' dtype.
+    """
+    dtype = normaliser_BHK.dtype
+    scores_NBHCC = chunks.product("nbhtk,nbhsk->nbhts", q_NBHCK, k_NBHCK, dtype) * weights.intra_NBHCC
+    ones_NBHC1 = jnp.ones_like(weights.enter_NBHC)[..., None]
+    states_NBH1K, final_BH1K = chunks.chunk_states(
+        ones_NBHC1, k_NBHCK.astype(dtype), weights, normaliser_BHK[:, :, None]
+    )
+    before_NBHC = jnp.sum(q_NBHCK.astype(dtype) * states_NBH1K, axis=-1)
+    return jnp.sum(scores_NBHCC, axis=-1) + weights.enter_NBHC * before_NBHC, final_BH1K[:, :, 0]
+
+
+def _weights(input_gate_BTH, forget_gate_BTH, initial_m_BH, segment_ids_BT, *, chunk):
+    """The `ChunkWeights` times e^-m of the token they are for, the stabilisers m [N,B,H,C], and the last one [B,H].
+
+    m_t is a maximum over the past like the state is a sum over it, so it is computed in chunks the same way.
+    """
+    log_forget_BTH = jax.nn.log_sigmoid(forget_gate_BTH)
+    between_NBHCC, enter_NBHC = chunks.log_decays(log_forget_BTH, segment_ids_BT, chunk=chunk)
+    padding = (0, 0), (0, -input_gate_BTH.shape[1] % chunk), (0, 0)
+    gates = lambda x_BTH: chunks.split(jnp.pad(x_BTH, padding, constant_values=-jnp.inf), chunk)
+
+    # A document starts from m = 0, which is forgotten from its first token on.
+    starts_BT1 = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])[..., None] != 0
+    lower_BTH = jnp.where(starts_BT1, jnp.maximum(input_gate_BTH, log_forget_BTH), input_gate_BTH)
+    inside_NBHC = jnp.max(between_NBHCC + gates(lower_BTH)[..., None, :], axis=-1)
+    inside_NBHC = jnp.maximum(inside_NBHC, STABILISER_FLOOR)
+
+    def carry_over(m_BH, inputs):
+        inside_BH, enter_BH = inputs
+        return jnp.maximum(inside_BH, enter_BH + m_BH), m_BH
+
+    final_m_BH, m_NBH = jax.lax.scan(carry_over, initial_m_BH, (inside_NBHC[..., -1], enter_NBHC[..., -1]))
+    entering_NBHC = enter_NBHC + m_NBH[..., None]
+    m_NBHC = jnp.maximum(inside_NBHC, entering_NBHC)
+    intra_NBHCC = jnp.exp(between_NBHCC + gates(input_gate_BTH)[..., None, :] - m_NBHC[..., None])
+    return chunks.ChunkWeights(intra_NBHCC, jnp.exp(entering_NBHC - m_NBHC)), m_NBHC, final_m_BH

@@ -1,0 +1,224 @@
+"""Comparisons as a user makes them: what is refused before training, what is reported after it, and reruns."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mesanet_jax import compare, comparison, plots, workdir
+from mesanet_jax.data.rows import PackedRows
+from mesanet_jax.errors import UserError
+from mesanet_jax.evals.perplexity import Evaluation
+from tests.smoke import ROOT
+
+PAIR = ("configs/mesanet.py:smoke", "configs/transformer.py:smoke")
+NAMES = ("mesanet-smoke", "transformer-smoke")
+
+
+def overrides(data: str, cache) -> dict[str, str]:
+    return {
+        "data.path": data,
+        "model.vocab_size": str(PackedRows(data, "train").vocab_size),
+        "log.tensorboard": "false",
+        "compile_cache": str(cache),
+    }
+
+
+def command(directory, values: dict[str, str], *flags: str, specs=PAIR) -> SimpleNamespace:
+    """Runs the command: status, output, errors."""
+    argv = [f"--configs={','.join(specs)}", f"--workdir={directory}", *flags]
+    argv += [f"--config.{path}={value}" for path, value in values.items()]
+    done = subprocess.run(
+        [sys.executable, "-m", "mesanet_jax.compare", *argv],
+        capture_output=True, text=True, cwd=ROOT, timeout=300,
+        env=os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
+    )  # fmt: skip
+    return SimpleNamespace(status=done.returncode, output=done.stdout, errors=done.stderr)
+
+
+def variant(path: pathlib.Path, line: str) -> str:
+    """A config file beside the shipped ones: the smoke Transformer with `line` on top."""
+    path.write_text(
+        "from configs import transformer\n\n\ndef get_config(size='smoke'):\n"
+        f"    config = transformer.get_config('smoke')\n    config.name = 'variant'\n    {line}\n    return config\n"
+    )
+    return str(path)
+
+
+# ---- refused before anything is trained
+
+
+def test_refuses_what_is_not_the_mixer(tmp_path, tiny_data):
+    spec = variant(tmp_path / "other.py", "config.optimizer.b2 = 0.95")
+    with pytest.raises(UserError, match=r"config\.optimizer\.b2: 0\.98 and 0\.95") as error:
+        compare.load([*PAIR, spec], overrides(tiny_data, "none"), tmp_path / "runs")
+    assert "\n" not in str(error.value) and PAIR[0] in str(error.value) and spec in str(error.value)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("line", ["config.optimizer.learning_rate = 0.5", "config.model.attention.window = 8"])
+def test_allows_the_mixer_and_its_learning_rate(tmp_path, tiny_data, line):
+    spec = variant(tmp_path / "other.py", line)
+    assert len(compare.load([*PAIR, spec], overrides(tiny_data, "none"), tmp_path / "runs")) == 3
+
+
+def test_refuses_a_second_run_of_the_same_name(tmp_path, tiny_data):
+    with pytest.raises(UserError, match="mesanet-smoke: of both"):
+        compare.load([PAIR[0], PAIR[0]], overrides(tiny_data, "none"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "..", "../x", "x/y"])
+def test_refuses_a_name_that_is_no_directory_of_the_workdir(tmp_path, tiny_data, name):
+    spec = variant(tmp_path / "other.py", f"config.name = {name!r}")
+    with pytest.raises(UserError, match="plain file name"):
+        compare.load([spec], overrides(tiny_data, "none"), tmp_path)
+
+
+def test_refuses_a_warm_up_longer_than_the_steps(tmp_path, tiny_data):
+    with pytest.raises(UserError, match=r"mesanet\.py:smoke: .*warmup_steps=2: must be below config\.steps=2"):
+        compare.load(PAIR, overrides(tiny_data, "none") | {"steps": "2"}, tmp_path)
+
+
+def test_mistakes_are_one_line_and_status_2(tmp_path, tiny_data, monkeypatch, capsys):
+    """Through the command line: --steps against --config.steps."""
+    monkeypatch.setattr(
+        sys, "argv", ["compare", "--configs=x", f"--workdir={tmp_path}", "--steps=3", "--config.steps=4"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        compare.cli.run(compare.main)
+    assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+# ---- a whole comparison
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory, tiny_data):
+    """Two families, and a third run whose directory another process holds."""
+    root = tmp_path_factory.mktemp("compare")
+    values = overrides(tiny_data, root / "cache")
+    with workdir.lock(root / "runs" / "variant"):
+        specs = (variant(root / "held.py", "config.optimizer.learning_rate = 1e-3"), *PAIR)
+        done = command(root / "runs", values, "--steps=6", specs=specs)
+    return SimpleNamespace(root=root / "runs", values=values, done=done)
+
+
+def test_reports_the_runs_that_finished_and_names_the_one_that_failed(compared):
+    assert compared.done.status == 1, compared.done.errors
+    assert "variant: mesanet_jax.train ended with exit status 2" in compared.done.errors
+    report = (compared.root / "comparison.md").read_text()
+    assert report in compared.done.output and "Missing: variant" in report and "One seed (0), 6 steps" in report
+    for name in ("comparison-loss.png", "comparison-position.png"):
+        assert name in report and (compared.root / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_numbers_are_those_of_the_runs(compared):
+    record = json.loads((compared.root / "comparison.json").read_text())
+    losses = [run["loss"] for run in record["runs"]]
+    assert losses == sorted(losses) and {run["name"] for run in record["runs"]} == set(NAMES)
+    assert record["baseline"] == "transformer-smoke" and list(record["failed"]) == ["variant"]
+    for run in record["runs"]:
+        evaluated = json.loads((compared.root / run["name"] / "evaluation" / "validation-6.json").read_text())
+        assert evaluated["loss"] == run["loss"] and evaluated["parameters"] == run["parameters"]
+        lines = (compared.root / run["name"] / "metrics.jsonl").read_text().splitlines()
+        speeds = [json.loads(line).get("tokens_per_second") for line in lines]
+        assert run["tokens_per_second"] == np.median([speed for speed in speeds if speed])
+
+
+def test_running_it_again_repeats_nothing(compared):
+    before = {name: (compared.root / name / "metrics.jsonl").stat().st_mtime_ns for name in NAMES}
+    again = command(compared.root, compared.values, "--steps=6")
+    assert again.status == 0, again.errors
+    assert again.output.count("finished before") == 4
+    assert before == {name: (compared.root / name / "metrics.jsonl").stat().st_mtime_ns for name in NAMES}
+    assert "Missing" not in (compared.root / "comparison.md").read_text()
+
+
+def test_refuses_other_steps_in_the_same_workdir(compared):
+    with pytest.raises(UserError, match="holds another run: config.steps: 6 in the workdir, 7 now"):
+        compare.load(PAIR, compared.values | {"steps": "7"}, compared.root)
+
+
+# ---- the report
+
+
+def result(name: str, loss: float, **changes) -> comparison.Result:
+    made = comparison.Result(
+        name=name, pattern=(name,), learning_rate=1e-3, parameters=2_000_000, training_flops=1e7,
+        tokens_per_second=1234.0, memory_gb=None, steps=10, batch=(4, 4), seed=0, order_seed=0, data="abc",
+        evaluated_data="abc", losses=(np.arange(10), np.linspace(3, loss, 10)),
+        evaluation=Evaluation(
+            loss=loss, bits_per_byte=None, tokens=4, bytes=0, position_loss_T=np.array([np.nan, loss, loss, loss]),
+            position_tokens_T=np.array([0, 1, 1, 2]),
+        ),
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+def test_positions_are_relative_to_the_transformer():
+    report = comparison.Comparison([result("attention", 2.0), result("mesa", 1.75)], failed={}).markdown()
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.splitlines() if line.startswith("|")]
+    assert ["mesa", "-0.250", "-0.250"] in table and ["attention, its loss", "2.000", "2.000"] in table
+    assert report.index("| mesa") < report.index("| attention")  # best first
+
+
+def test_without_a_transformer_the_positions_are_left_out(tmp_path):
+    report = comparison.Comparison([result("gla", 2.0), result("mesa", 1.75)], failed={})
+    report.write(tmp_path)
+    assert "Left out" in report.markdown() and not (tmp_path / "comparison-position.png").exists()
+
+
+@pytest.mark.parametrize("field", comparison.Result.SHARED)
+def test_refuses_runs_that_did_not_see_the_same(field):
+    other = result("mesa", 1.0, **{field: "other"})
+    with pytest.raises(UserError, match=f"cannot be compared: {field} "):
+        comparison.Comparison([result("attention", 2.0), other], failed={})
+
+
+def test_refuses_an_evaluation_of_other_tokens():
+    part = dataclasses.replace(result("mesa", 1.0).evaluation, position_tokens_T=np.array([0, 1, 1, 1]), tokens=3)
+    with pytest.raises(UserError, match="evaluated tokens 4 of attention, 3 of mesa"):
+        comparison.Comparison([result("attention", 2.0), result("mesa", 1.0, evaluation=part)], failed={})
+
+
+def test_eighteen_curves_look_different():
+    looks = [look for look, _ in zip(plots._looks(), range(18))]
+    assert len({str(look) for look in looks}) == 18
+
+
+# ---- signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_running_command_once_and_starts_no_other(tmp_path, number):
+    """The command counts the signals it gets within half a second after the first."""
+    counting = (
+        "import pathlib, signal, sys, time\nseen = []\n"
+        f"signal.signal({int(number)}, lambda *_: seen.append(1))\n"
+        f"pathlib.Path({str(tmp_path / 'ready')!r}).touch()\n"
+        "while not seen: time.sleep(0.01)\n"
+        "time.sleep(0.5)\nsys.exit(len(seen))\n"
+    )
+
+    def interrupt():
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    with compare.Relay() as relay:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        assert relay.run([sys.executable, "-c", counting]) == 1
+        thread.join()
+        assert relay.received == number
+        assert relay.run([sys.executable, "-c", f"open({str(tmp_path / 'second')!r}, 'w')"]) == 128 + number
+    assert not (tmp_path / "second").exists()
