@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ SIZES = dict(B=4, T=512, H=4, J=4, K=128, V=128, D=256, W=4)
 
 @pytest.fixture(scope="module")
 def tpu_mesh():
-    pytest.importorskip("libtpu", reason="the TPU compiler is optional: pip install libtpu")
+    sys.path.append(os.environ.get("MESANET_TPU_COMPILER", ""))  # `make test-all` installs it beside the environment
+    pytest.importorskip("libtpu", reason="the TPU compiler is optional: `make test-all` installs it")
     for name, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("TPU_WORKER_HOSTNAMES", "localhost"),
