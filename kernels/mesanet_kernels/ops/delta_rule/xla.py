@@ -9,16 +9,15 @@ the writes of a chunk solve a unit lower-triangular system:
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
 from mesanet_kernels import chunks
 from mesanet_kernels.ops.delta_rule.triangular import unit_lower_inverse
+from mesanet_kernels.recompute import recomputed
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@recomputed
 def delta_rule(chunk, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, state_BHKV, segment_ids_BT):
     """Returns (o [B,T,H,V], final state [B,H,K,V]); `api.delta_rule` says what each argument is."""
     length, dtype = q_BTHK.shape[1], q_BTHK.dtype
@@ -60,17 +59,3 @@ def _states(k_NBHCK, own_NBHCV, recall_NBHCK, weights, initial_BHKV):
     inputs = leave_NBHCK, own_NBHCV, recall_NBHCK, weights.enter_NBHC[..., -1]
     final_BHKV, (states_NBHKV, w_NBHCV) = jax.lax.scan(carry_over, initial_BHKV, inputs)
     return states_NBHKV, w_NBHCV, final_BHKV
-
-
-def _forward(chunk, *inputs):
-    return delta_rule(chunk, *inputs), inputs
-
-
-def _backward(chunk, inputs, cotangents):
-    """Recomputes everything from the inputs: what a chunk saves is several times as large as they are."""
-    *differentiable, segment_ids_BT = inputs
-    _, gradients_of = jax.vjp(lambda *xs: delta_rule.fun(chunk, *xs, segment_ids_BT), *differentiable)
-    return *gradients_of(cotangents), None
-
-
-delta_rule.defvjp(_forward, _backward)

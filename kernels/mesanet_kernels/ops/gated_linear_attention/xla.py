@@ -3,14 +3,11 @@
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
 
-from functools import partial
-
-import jax
-
 from mesanet_kernels import chunks
+from mesanet_kernels.recompute import recomputed
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@recomputed
 def gated_linear_attention(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state_BHKV, segment_ids_BT):
     """Returns (o [B,T,H,V], final state [B,H,K,V]); `api.gated_linear_attention` says what each argument is."""
     if log_decay_BTH.ndim == 4:
@@ -23,17 +20,3 @@ def gated_linear_attention(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BT
     states_NBHKV, final_BHKV = chunks.chunk_states(k_NBHCK, v_NBHCV, weights, state_BHKV)
     o_NBHCV = chunks.read(q_NBHCK, k_NBHCK, v_NBHCV, weights, states_NBHKV)
     return chunks.join(o_NBHCV, length).astype(v_BTHV.dtype), final_BHKV
-
-
-def _forward(chunk, *inputs):
-    return gated_linear_attention(chunk, *inputs), inputs
-
-
-def _backward(chunk, inputs, cotangents):
-    """Recomputes everything from the inputs: what a chunk saves is several times as large as they are."""
-    *differentiable, segment_ids_BT = inputs
-    _, gradients_of = jax.vjp(lambda *xs: gated_linear_attention.fun(chunk, *xs, segment_ids_BT), *differentiable)
-    return *gradients_of(cotangents), None
-
-
-gated_linear_attention.defvjp(_forward, _backward)

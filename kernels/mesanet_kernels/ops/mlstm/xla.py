@@ -3,16 +3,15 @@
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
 from mesanet_kernels import chunks
 from mesanet_kernels.ops.mlstm.reference import STABILISER_FLOOR, normalise
+from mesanet_kernels.recompute import recomputed
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@recomputed
 def mlstm(chunk, q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH, state, segment_ids_BT):
     """Returns (o [B,T,H,V], final state (C, n, m)); `api.mlstm` says what each argument is."""
     cell_BHKV, normaliser_BHK, stabiliser_BH = state
@@ -26,20 +25,6 @@ def mlstm(chunk, q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH, state,
     o_NBHCV = normalise(scale * read_NBHCV, scale * sum_NBHC, m_NBHC)
     final = final_cell_BHKV, final_normaliser_BHK, final_m_BH
     return chunks.join(o_NBHCV, length).astype(v_BTHV.dtype), final
-
-
-def _forward(chunk, *inputs):
-    return mlstm(chunk, *inputs), inputs
-
-
-def _backward(chunk, inputs, cotangents):
-    """Recomputes everything from the inputs: what a chunk saves is several times as large as they are."""
-    *differentiable, segment_ids_BT = inputs
-    _, gradients_of = jax.vjp(lambda *xs: mlstm.fun(chunk, *xs, segment_ids_BT), *differentiable)
-    return *gradients_of(cotangents), None
-
-
-mlstm.defvjp(_forward, _backward)
 
 
 def _sums(q_NBHCK, k_NBHCK, weights, normaliser_BHK):
