@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from mesanet_jax import checkpoint, cli, models, workdir
 from mesanet_jax import mesh as mesh_lib
+from mesanet_jax import step as step_lib
 from mesanet_jax.data.loader import eval_batches
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
@@ -123,11 +124,7 @@ def evaluate(config, directory: pathlib.Path, *, split: str, step: int | None, b
     with jax.set_mesh(mesh):
         params, step = checkpoint.restore_params(directory, model, mesh, step=step)
         check_tokenizer(rows, directory, step=step)
-        loss = jax.jit(
-            model.loss,
-            in_shardings=(mesh_lib.shardings(model.axes, model.shapes, mesh), mesh_lib.batch_sharding(mesh)),
-            out_shardings=mesh_lib.replicated(mesh),
-        )
+        loss = step_lib.compile_loss(model, mesh)
         size = batch_size(config, devices=mesh.size)
         count = min(-(-len(rows) // size), batches or len(rows))
         some = itertools.islice(eval_batches(rows, size), count)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from mesanet_jax.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
+CHECKSUM = "checksum"  # the entry of a placed batch that says what its rows were on the host
 
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),  # rows of the batch are split over every axis that replicates the model
@@ -100,9 +101,9 @@ def placed(batches: Iterable[dict], mesh: jax.sharding.Mesh) -> Iterator[dict]:
 
 
 def place_batch(batch: dict, mesh: jax.sharding.Mesh) -> dict:
-    """The global batch on the mesh, from this process's rows of each of its arrays, with the `checksum` of each row."""
+    """The global batch on the mesh, from this process's rows of each of its arrays, with the checksum of each row."""
     sharding = batch_sharding(mesh)
-    arrays = {**batch, "checksum": checksum(batch)}
+    arrays = {**batch, CHECKSUM: checksum(batch)}
     return {
         name: jax.make_array_from_process_local_data(sharding, np.ascontiguousarray(rows))
         for name, rows in arrays.items()

@@ -16,9 +16,7 @@ from mesanet_jax import optimizer as optimizer_lib
 from mesanet_jax.errors import UserError
 from mesanet_jax.models import Model
 
-# The arrays of a batch: [B, T], and one number a row.
 BATCH = {"inputs": jnp.int32, "targets": jnp.int32, "segment_ids": jnp.int32, "weights": jnp.float32}
-CHECKSUM = "checksum"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +67,7 @@ def compile_program(config, model: Model, mesh: jax.sharding.Mesh) -> Program:
         mesh=mesh,
         state=state,
         batch={name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in BATCH.items()}
-        | {CHECKSUM: jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=rows)},
+        | {mesh_lib.CHECKSUM: jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=rows)},
         accumulation=parts,
         init=jax.jit(init, out_shardings=state_shardings),
         train=jax.jit(
@@ -78,9 +76,15 @@ def compile_program(config, model: Model, mesh: jax.sharding.Mesh) -> Program:
             out_shardings=(state_shardings, mesh_lib.replicated(mesh)),
             donate_argnums=0,
         ),
-        loss=jax.jit(
-            model.loss, in_shardings=(state_shardings["params"], rows), out_shardings=mesh_lib.replicated(mesh)
-        ),
+        loss=compile_loss(model, mesh),
+    )
+
+
+def compile_loss(model: Model, mesh: jax.sharding.Mesh):
+    """The jitted `model.loss(params, batch)` on a mesh: parameters and rows split, the nats [B,T] whole everywhere."""
+    params = mesh_lib.shardings(model.axes, model.shapes, mesh)
+    return jax.jit(
+        model.loss, in_shardings=(params, mesh_lib.batch_sharding(mesh)), out_shardings=mesh_lib.replicated(mesh)
     )
 
 
@@ -101,7 +105,7 @@ def _with_shardings(state, model: Model, transformation, mesh: jax.sharding.Mesh
 
 def _train_step(state, batch, *, config, model: Model, transformation, parts: int):
     params = state["params"]
-    damaged = jnp.sum(mesh_lib.checksum(batch) != batch[CHECKSUM])
+    damaged = jnp.sum(mesh_lib.checksum(batch) != batch[mesh_lib.CHECKSUM])
     batch = {name: batch[name] for name in BATCH}
     count = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
     loss, grads = _accumulate(params, batch, count, model=model, parts=parts)
