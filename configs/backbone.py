@@ -5,6 +5,7 @@ from mesanet_jax.config import default_config
 # MesaNet, appendix G: (blocks, heads, width) at key size 128; 15B tokens in steps of 256 rows of 2048.
 PAPER = {"140m": (14, 6, 768), "440m": (28, 8, 1024), "1b": (28, 12, 1536)}
 SIZES = ("140m", "440m", "1b", "demo", "smoke")
+PUBLISHED_SIZES = tuple(f"{size}-published" for size in SIZES)  # of families whose own papers have another layer
 
 
 def backbone(family: str, size: str, pattern: tuple[str, ...]):

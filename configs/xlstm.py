@@ -1,4 +1,9 @@
-"""xLSTM (arXiv 2405.04517): an mLSTM in every block, as MesaNet compares it."""
+"""xLSTM (arXiv 2405.04517): an mLSTM in every block, as MesaNet compares it.
+
+`440m-published` is the layer of xLSTM 7B (arXiv 2503.13427; `xlstm/xlstm_large/model.py`) in the same backbone, with the
+RMSNorm of the other families in place of a LayerNorm: keys half as large as values, gates capped at 15, input gates that
+start closed, a sigmoid output gate, no convolution.
+"""
 
 from configs.backbone import backbone
 
@@ -6,6 +11,19 @@ PEAK_LEARNING_RATE = {"140m": 2.5e-3, "440m": 3e-3, "1b": 1.5e-3}  # Table 8, 15
 
 
 def get_config(size: str = "140m"):
-    config = backbone("xlstm", size, ("mlstm",))
-    config.optimizer.learning_rate = PEAK_LEARNING_RATE.get(size, config.optimizer.learning_rate)
+    scale = size.removesuffix("-published")
+    config = backbone("xlstm", scale, ("mlstm",))
+    config.optimizer.learning_rate = PEAK_LEARNING_RATE.get(scale, config.optimizer.learning_rate)
+    if scale != size:
+        config.name = f"xlstm-{size}"
+        as_published(config.model)
     return config
+
+
+def as_published(model) -> None:
+    options = model.mlstm
+    options.key_size = model.head_dim // 2
+    options.conv_width = None
+    options.gate_softcap = 15.0
+    options.input_bias_init, options.input_bias_init_std = -10.0, 0.0
+    options.output_gate, options.output_gate_form = True, "sigmoid"

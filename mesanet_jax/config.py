@@ -35,7 +35,7 @@ RUN = {
         "eps": Field(1e-8, "added to the root of the second moment", at_least=0.0, fixed=True),
         "weight_decay": Field(0.1, "decoupled weight decay, times the learning rate", at_least=0.0, fixed=True),
         "no_decay": Field(
-            ("embedding", "head", "scale", "bias", "lambda_raw"),
+            ("embedding", "head", "scale", "bias", "lambda_raw", "A_log", "D"),
             "parameters without weight decay, by a component of their path",
             fixed=True,
         ),
@@ -146,9 +146,9 @@ def validate(config: ml_collections.ConfigDict) -> None:
     model, optimizer = config.model, config.optimizer
     if not model.pattern:
         raise UserError("config.model.pattern: names no mixer")
-    if model.layers % len(model.pattern):
+    if model.layers < len(model.pattern):
         raise UserError(
-            f"config.model.layers={model.layers}: not a multiple of the {len(model.pattern)} blocks of config.model.pattern"
+            f"config.model.layers={model.layers}: fewer than the {len(model.pattern)} blocks of config.model.pattern"
         )
     if optimizer.warmup_steps >= config.steps:
         raise UserError(

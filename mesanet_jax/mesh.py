@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from mesanet_jax.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
-CHECKSUM = "checksum"  # the entry of a placed batch that says what its rows were on the host
 
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),  # rows of the batch are split over every axis that replicates the model
@@ -86,34 +85,23 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def placed(batches: Iterable[dict], mesh: jax.sharding.Mesh) -> Iterator[dict]:
-    """Host batches as global arrays, each sent a whole step before it is used.
-
-    The lead hides the transfer. It also keeps clear of a race in XLA's GPU client, in which a program that is launched
-    right behind a transfer can read its input before it has arrived (github.com/ROCm/xla/pull/964).
-    """
+    """Host batches as global arrays, each sent a whole step before it is used, which hides the transfer."""
     ahead = None
     for batch in batches:
         ready, ahead = ahead, place_batch(batch, mesh)
         if ready is not None:
-            yield jax.block_until_ready(ready)
+            yield ready
     if ahead is not None:
-        yield jax.block_until_ready(ahead)
+        yield ahead
 
 
 def place_batch(batch: dict, mesh: jax.sharding.Mesh) -> dict:
-    """The global batch on the mesh, from this process's rows of each of its arrays, with the checksum of each row."""
+    """The global batch on the mesh, from this process's rows of each of its arrays."""
     sharding = batch_sharding(mesh)
-    arrays = {**batch, CHECKSUM: checksum(batch)}
     return {
         name: jax.make_array_from_process_local_data(sharding, np.ascontiguousarray(rows))
-        for name, rows in arrays.items()
+        for name, rows in batch.items()
     }
-
-
-def checksum(batch):
-    """A number a row, int32 [B], of the rows' integers: the same for the host's arrays and for the device's."""
-    parts = ("inputs", 1), ("targets", 3), ("segment_ids", 5)
-    return sum(factor * batch[name].sum(axis=-1, dtype=np.int32) for name, factor in parts).astype(np.int32)
 
 
 def constrain(x, axes: Sequence[str | None]):

@@ -184,20 +184,15 @@ def report(step: int, metrics: dict, config, trackers, progress, throughput: Thr
     """Fetches the metrics of a step, logs them when due, and stops the run if the step was no good.
 
     Raises:
-      SystemExit: with status 1, on a damaged batch, or a non-finite loss that the config does not let pass.
+      SystemExit: with status 1, on a non-finite loss that the config does not let pass.
     """
     scalars = {name: float(value) for name, value in jax.device_get(metrics).items()}
-    skipped, damaged = int(scalars["skipped"]), int(scalars["damaged_rows"])
+    skipped = int(scalars["skipped"])
     if skipped or step % config.train.log_every == 0 or step in (1, config.steps):
         if throughput is not None:
             scalars |= throughput.measure(step)
         trackers.log(step, scalars)
         progress.update(step, scalars)
-    if damaged:
-        raise SystemExit(
-            f"step {step}: {damaged} rows of the batch were damaged on their way to the device; the update was not"
-            " applied, the last checkpoint is good. Run the same command again; if it comes back, suspect the driver"
-        )
     allowed = config.train.max_skips if config.train.nonfinite == "skip" else 0
     if skipped > allowed:
         raise SystemExit(

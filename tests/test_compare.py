@@ -65,7 +65,10 @@ def test_refuses_what_is_not_the_mixer(tmp_path, tiny_data):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("line", ["config.optimizer.learning_rate = 0.5", "config.model.attention.window = 8"])
+@pytest.mark.parametrize(
+    "line",
+    ["config.optimizer.learning_rate = 0.5", "config.model.attention.window = 8", "config.model.mlp_ratio = 2.5"],
+)
 def test_allows_the_mixer_and_its_learning_rate(tmp_path, tiny_data, line):
     spec = variant(tmp_path / "other.py", line)
     assert len(compare.load([*PAIR, spec], overrides(tiny_data, "none"), tmp_path / "runs")) == 3

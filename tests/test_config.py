@@ -62,8 +62,8 @@ def load(*overrides: str, spec: str = SMOKE):
         ("profile.start=0", "must be at least 1"),
         # an impossible combination
         (
-            "model.layers=3 model.pattern=mesa,attention",
-            "layers=3: not a multiple of the 2 blocks of config.model.pattern",
+            "model.layers=1 model.pattern=mesa,attention",
+            "layers=1: fewer than the 2 blocks of config.model.pattern",
         ),
         ("optimizer.warmup_steps=8", "warmup_steps=8: must be below config.steps=8"),
         ("mesh.tensor=0", "config.mesh.tensor=0: must be at least 1"),

@@ -1,13 +1,19 @@
 """FLOPs against an independent count, and the chips' peaks."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from configs import mesanet, transformer
+from mesanet_jax import config as config_lib
 from mesanet_jax import flops, models
+from mesanet_jax.flops import Flops, products
+from mesanet_jax.mixers import MIXERS
+from mesanet_jax.step import BATCH
 
 
 def model_of(config):
@@ -32,22 +38,60 @@ def test_mfu_is_over_all_devices():
     assert flops.mfu(197e3, flops_per_token=1e9, devices=devices) == pytest.approx(0.25)
 
 
-def test_transformer_count_is_that_of_the_compiler():
-    """XLA counts the whole square of attention and elementwise work too: equal but for a few per cent."""
-    config = transformer.get_config("smoke")
-    config.model.dim, config.model.heads, config.model.head_dim = 128, 2, 64
-    config.model.layers = 1  # XLA counts the body of the loop over layers once
-    model, seq_len = model_of(config), 64
-    tokens = jax.ShapeDtypeStruct((1, seq_len), jnp.int32)
+# Wide heads and little else, so that each product of a mixer is several per cent of the whole and elementwise work is not.
+WIDE = {"dim": 768, "heads": 4, "head_dim": 256, "layers": 2, "mlp_ratio": 0.25, "vocab_size": 256, "remat": "none"}
+ROWS = 8  # what is made once for all rows is not a token's
+LENGTH = 192  # three chunks: XLA drops the products with the first one's zero state
+CASES = {mixer: (mixer,) for mixer in MIXERS} | {"hawk_mesa": ("hawk", "mesa")}
+OPTIONS = {
+    "mesa": {"max_iters": 3},  # to be unrolled
+    "gss": {"expansion": 4.0, "chunk_size": 64},
+    "hawk": {"expansion": 4.0, "num_blocks": 1},
+    "attention": {"implementation": "reference"},  # the others compute their scores twice
+    "sliding": {"implementation": "reference", "window": 32},
+}
 
-    def logits(params, tokens_BT):
-        bound = model.bind(params)
-        return bound.logits(bound.hidden(tokens_BT, jnp.zeros_like(tokens_BT)))
 
-    counted = jax.jit(logits).lower(model.shapes, tokens).compile().cost_analysis()["flops"] / seq_len
-    span = config.model.heads * config.model.head_dim
-    causal_half = 4 * span * (seq_len - (seq_len + 1) / 2)
-    assert model.flops_per_token(seq_len).forward + causal_half == pytest.approx(counted, rel=0.05)
+def wide_model(pattern):
+    model = config_lib.default_config(pattern).model
+    model.update(WIDE)
+    for mixer in set(pattern) & OPTIONS.keys():
+        model[mixer].update(OPTIONS[mixer])
+    return models.build(model)
+
+
+def masked_products(pattern) -> Flops:
+    """What the reference attention computes and throws away: scores and their values that a token does not see."""
+    total = Flops()
+    for mixer in set(pattern) & {"attention", "sliding"}:
+        window = OPTIONS[mixer].get("window", LENGTH)
+        visible = np.tri(LENGTH) - np.tri(LENGTH, k=-window)
+        masked = LENGTH - visible.sum() / LENGTH
+        total += products(4 * WIDE["heads"] * WIDE["head_dim"] * masked) * (WIDE["layers"] / len(pattern))
+    return total
+
+
+@pytest.fixture
+def unrolled(monkeypatch):
+    """Every loop written out, over blocks, chunks and iterations: XLA counts the body of a loop once."""
+    for loop in ("scan", "fori_loop"):
+        monkeypatch.setattr(jax.lax, loop, partial(getattr(jax.lax, loop), unroll=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_flops_are_those_the_compiler_counts(case, unrolled):
+    """Of the whole model's loss and its gradient. XLA counts elementwise work too, one or two per cent here. Nothing is
+    recomputed: what an op's VJP computes again is written out beside its first computation, and XLA merges the two."""
+    model = wide_model(CASES[case])
+    batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), dtype) for name, dtype in BATCH.items()}
+
+    def counted(function):
+        return jax.jit(function).lower(model.shapes, batch).compile().cost_analysis()["flops"] / (ROWS * LENGTH)
+
+    loss = lambda params, batch: jnp.sum(model.loss(params, batch))
+    ours = model.flops_per_token(LENGTH) + masked_products(CASES[case])
+    assert ours.forward == pytest.approx(counted(loss), rel=0.03)
+    assert ours.training == pytest.approx(counted(jax.value_and_grad(loss)), rel=0.03)
 
 
 def test_training_is_three_forwards_of_the_products_and_two_of_the_solves():

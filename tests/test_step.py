@@ -184,20 +184,6 @@ def test_step_that_is_not_finite_changes_nothing(family):
     assert int(metrics["skipped"]) == 0 and np.isfinite(metrics["loss"])
 
 
-@families
-@pytest.mark.parametrize("name", ["inputs", "targets", "segment_ids"])
-def test_batch_that_was_damaged_on_its_way_changes_nothing(family, name):
-    run = compiled(family)
-    state = fresh(run)
-    before = jax.device_get(state["params"])
-    with jax.set_mesh(run.mesh):
-        batch = mesh_lib.place_batch(ragged_batch(run.config), run.mesh)
-        damaged = batch | {name: batch[name].at[2].set(0)}
-        state, metrics = run.program.train(state, damaged)
-    assert int(metrics["damaged_rows"]) == int(metrics["skipped"]) == 1
-    assert_bitwise(jax.device_get(state["params"]), before)
-
-
 def test_batches_are_placed_one_ahead_and_all_arrive():
     run, sent = compiled("mesanet"), []
 

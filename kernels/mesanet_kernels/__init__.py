@@ -4,6 +4,7 @@ from mesanet_kernels.ops.attention.api import attention
 from mesanet_kernels.ops.attention.cache import AttentionState, attention_extend, attention_step, init_attention_state
 from mesanet_kernels.ops.causal_conv1d.api import causal_conv1d, causal_conv1d_step
 from mesanet_kernels.ops.delta_rule.api import delta_rule, delta_rule_step
+from mesanet_kernels.ops.diagonal_ssm.api import diagonal_ssm, diagonal_ssm_step
 from mesanet_kernels.ops.gated_linear_attention.api import gated_linear_attention, gated_linear_attention_step
 from mesanet_kernels.ops.linear_scan.api import linear_scan, linear_scan_step
 from mesanet_kernels.ops.mesa.api import MesaOutput, mesa, mesa_step
@@ -20,6 +21,8 @@ __all__ = [
     "causal_conv1d_step",
     "delta_rule",
     "delta_rule_step",
+    "diagonal_ssm",
+    "diagonal_ssm_step",
     "gated_linear_attention",
     "gated_linear_attention_step",
     "init_attention_state",

@@ -1,6 +1,8 @@
-"""Chunk-parallel form of a linear recurrence with a scalar decay: what GLA and Mesa share.
+"""Chunk-parallel form of a linear recurrence: what the ops with a matrix for a state share.
 
     S_t = gamma_t S_{t-1} + beta_t k_t v_t^T          o_t = S_t^T q_t
+
+gamma is a scalar here; with one a key channel, the masked product is another (gated_linear_attention/vector.py).
 
 The sequence is cut in N chunks of C tokens. Inside a chunk the recurrence is a masked product of
 C x C (mesanet.md 1.5); between chunks only the state is carried, by a scan.
@@ -14,6 +16,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from mesanet_kernels.halving import between_pairs
 
 # exp() of it is exactly zero in float32 and float64; clamping there keeps sums of decays finite (0 * inf is NaN).
 LOG_DECAY_FLOOR = -1e4
@@ -43,8 +47,11 @@ class LogDecays(NamedTuple):
 
 
 def pick_chunk(chunk_size, length):
-    """Tokens a chunk: 64 unless given (products of 64 rows keep matrix units busy), never more than `length`."""
-    return min(chunk_size or 64, length)
+    """Tokens a chunk: 64 unless given (products of 64 rows keep matrix units busy), no more than `length` needs.
+
+    A power of two, since chunks are computed by halves.
+    """
+    return 1 << (min(chunk_size or 64, length) - 1).bit_length()
 
 
 def pad_time(x_BT, *, chunk, mode="constant"):
@@ -78,41 +85,45 @@ def chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT, *, chunk):
 
 
 def log_decays(log_decay_BTH, segment_ids_BT, *, chunk):
-    """The `LogDecays` of a sequence. Decays between two tokens are summed from their own terms only:
-
-    a difference of two running sums would lose the small decays behind a large one, and would let one
-    document's gates round another's.
-    """
-    log_decay_NBHC = split(jnp.maximum(log_decay_BTH, LOG_DECAY_FLOOR), chunk)
-    segment_N1BC = _split_segments(segment_ids_BT, chunk)
-    previous_N1B1 = jnp.concatenate([segment_N1BC[:1, ..., :1], segment_N1BC[:-1, ..., -1:]])
-
-    causal_CC = jnp.tri(chunk, dtype=bool)
-    after_CC = jnp.tri(chunk, k=-1, dtype=log_decay_NBHC.dtype)
-    between_NBHCC = jnp.cumsum(log_decay_NBHC[..., None] * after_CC, axis=-2)
-    visible_NB1CC = causal_CC & (segment_N1BC[..., :, None] == segment_N1BC[..., None, :])
-    since_start_NBHC = between_NBHCC[..., 0] + log_decay_NBHC[..., :1]
+    """The `LogDecays` of a sequence."""
+    log_decay_NBHC1 = split(jnp.maximum(log_decay_BTH, LOG_DECAY_FLOOR), chunk)[..., None]
+    visible_NB1CC, entered_NB1C = visibility(segment_ids_BT, chunk=chunk)
+    between_NBHCC, since_NBHC1, _ = between_pairs(
+        jnp.zeros_like(log_decay_NBHC1[..., 0]), log_decay_NBHC1, lambda since, until, size: since + until.mT
+    )
     return LogDecays(
-        jnp.where(visible_NB1CC, between_NBHCC, -jnp.inf),
-        jnp.where(segment_N1BC == previous_N1B1, since_start_NBHC, -jnp.inf),
+        jnp.where(visible_NB1CC, between_NBHCC, -jnp.inf), jnp.where(entered_NB1C, since_NBHC1[..., 0], -jnp.inf)
     )
 
 
-def _split_segments(segment_ids_BT, chunk):
-    """[B, T] -> [N, B, 1, C]; the padding belongs to the last document, whose state it must not reset."""
-    return split(pad_time(segment_ids_BT, chunk=chunk, mode="edge")[:, :, None], chunk)
+def visibility(segment_ids_BT, *, chunk):
+    """Whether token t sees token s (last axis) of its chunk, [N, B, 1, C, C], and what came before it, [N, B, 1, C]."""
+    # The padding belongs to the last document, whose state it must not reset.
+    segment_NB1C = split(pad_time(segment_ids_BT, chunk=chunk, mode="edge")[:, :, None], chunk)
+    previous_NB11 = jnp.concatenate([segment_NB1C[:1, ..., :1], segment_NB1C[:-1, ..., -1:]])
+    same_NB1CC = segment_NB1C[..., :, None] == segment_NB1C[..., None, :]
+    return jnp.tri(chunk, dtype=bool) & same_NB1CC, segment_NB1C == previous_NB11
 
 
 def chunk_states(k_NBHCK, v_NBHCV, weights, initial_BHKV):
-    """States entering each chunk, [N, B, H, K, V], and the state after the last, [B, H, K, V]."""
-    weighted_NBHCK = k_NBHCK * weights.intra_NBHCC[..., -1, :, None].astype(k_NBHCK.dtype)
-    update_NBHKV = product("nbhck,nbhcv->nbhkv", weighted_NBHCK, v_NBHCV, initial_BHKV.dtype)
+    """`carry_states` of a scalar decay."""
+    leaving_NBHCK = k_NBHCK * weights.intra_NBHCC[..., -1, :, None]
+    return carry_states(leaving_NBHCK.astype(k_NBHCK.dtype), v_NBHCV, weights.enter_NBHC[..., -1:], initial_BHKV)
+
+
+def carry_states(leaving_NBHCK, v_NBHCV, carry_NBHK, initial_BHKV):
+    """States entering each chunk, [N, B, H, K, V], and the state after the last, [B, H, K, V].
+
+    leaving_NBHCK: keys, weighted by what is left of them at the end of their chunk.
+    carry_NBHK: what a chunk leaves of the state that enters it; its last axis may be 1.
+    """
+    update_NBHKV = product("nbhck,nbhcv->nbhkv", leaving_NBHCK, v_NBHCV, initial_BHKV.dtype)
 
     def carry_over(state_BHKV, inputs):
-        update_BHKV, carry_BH = inputs
-        return carry_BH[..., None, None] * state_BHKV + update_BHKV, state_BHKV
+        update_BHKV, carry_BHK = inputs
+        return carry_BHK[..., None] * state_BHKV + update_BHKV, state_BHKV
 
-    final_BHKV, states_NBHKV = jax.lax.scan(carry_over, initial_BHKV, (update_NBHKV, weights.enter_NBHC[..., -1]))
+    final_BHKV, states_NBHKV = jax.lax.scan(carry_over, initial_BHKV, (update_NBHKV, carry_NBHK))
     return states_NBHKV, final_BHKV
 
 

@@ -1,10 +1,16 @@
 """Named shapes and example inputs of every op, shared by the tests and the benchmarks.
 
 B batch, T time, H heads (query heads of attention), J key heads, K key size, V value size (vocabulary of the
-cross-entropy), D channels, W taps.
+cross-entropy), D channels, W taps; of the diagonal state space H channels, N modes.
 """
 
 import numpy as np
+
+# Inputs that stay float32 where the others are bfloat16: gates, parameters of a state space, the embedding.
+WIDE = frozenset(
+    ("log_decay", "beta", "input_gate", "forget_gate", "a", "lam", "embedding")
+    + ("log_rate", "log_frequency", "c_re", "c_im", "skip")
+)
 
 SHAPES = {
     "mesa": {
@@ -35,6 +41,13 @@ SHAPES = {
         "16x2048": dict(B=16, T=2048, D=1280),
         "1x32768": dict(B=1, T=32768, D=1280),
     },
+    "diagonal_ssm": {
+        "tiny": dict(B=2, T=11, H=6, N=4),
+        "ragged": dict(B=2, T=70, H=12, N=8),
+        "demo": dict(B=8, T=256, H=96, N=64),
+        "16x2048": dict(B=16, T=2048, H=384, N=64),
+        "1x32768": dict(B=1, T=32768, H=384, N=64),
+    },
     "softmax_cross_entropy": {
         "tiny": dict(B=2, T=11, D=8, V=21),
         "ragged": dict(B=2, T=70, D=16, V=40),
@@ -42,14 +55,15 @@ SHAPES = {
         "16x2048": dict(B=16, T=2048, D=1024, V=32000),
     },
 }
-SHAPES["gated_linear_attention"] = SHAPES["delta_rule"] = SHAPES["mlstm"] = SHAPES["mesa"]
+for _op in ("gated_linear_attention", "gated_linear_attention_vector", "delta_rule", "mlstm"):
+    SHAPES[_op] = SHAPES["mesa"]
 
 
 def example(op, shape, *, seed=0):
     """Inputs of `op` as a dict of numpy arrays in the order of its arguments: float32, targets int32.
 
     Args:
-      op: a key of `SHAPES`.
+      op: a key of `SHAPES`: an op, or one with "_vector": its form with one decay a key channel.
       shape: a name in `SHAPES[op]`, or a dict of sizes like those there.
     """
     sizes = SHAPES[op][shape] if isinstance(shape, str) else shape
@@ -65,6 +79,11 @@ def _gated_linear_attention(rng, s):
         log_decay=-np.exp(rng.uniform(-7, 0, rows)).astype(np.float32),
         beta=rng.uniform(0, 1, rows).astype(np.float32),
     )
+
+
+def _gated_linear_attention_vector(rng, s):
+    log_decay = -np.exp(rng.uniform(-7, 0, (s["B"], s["T"], s["H"], s["K"]))).astype(np.float32)
+    return _gated_linear_attention(rng, s) | dict(log_decay=log_decay)
 
 
 def _mlstm(rng, s):
@@ -100,6 +119,19 @@ def _linear_scan(rng, s):
     return dict(x=_normal(rng, *shape), a=np.exp(-np.exp(rng.uniform(-7, 1, shape))).astype(np.float32))
 
 
+def _diagonal_ssm(rng, s):
+    """The standard normal values of DSS's own initialisation; golden/dss_typical.npz is made the same way."""
+    modes, channels_and_modes = s["N"], (s["H"], s["N"])
+    return dict(
+        u=_normal(rng, s["B"], s["T"], s["H"]),
+        log_rate=_normal(rng, modes),
+        log_frequency=_normal(rng, modes),
+        c_re=_normal(rng, *channels_and_modes),
+        c_im=_normal(rng, *channels_and_modes),
+        skip=_normal(rng, s["H"]),
+    )
+
+
 def _softmax_cross_entropy(rng, s):
     return dict(
         hidden=_normal(rng, s["B"], s["T"], s["D"]),
@@ -120,10 +152,12 @@ def _unit(rng, *shape):
 _EXAMPLES = {
     "mesa": _mesa,
     "gated_linear_attention": _gated_linear_attention,
+    "gated_linear_attention_vector": _gated_linear_attention_vector,
     "delta_rule": _gated_linear_attention,
     "causal_conv1d": _causal_conv1d,
     "attention": _attention,
     "mlstm": _mlstm,
     "linear_scan": _linear_scan,
+    "diagonal_ssm": _diagonal_ssm,
     "softmax_cross_entropy": _softmax_cross_entropy,
 }

@@ -13,6 +13,7 @@ and `flops_per_token(seq_len)`, its `Flops`, and `check(model)`, which refuses i
 from mesanet_jax.mixers.attention import Attention
 from mesanet_jax.mixers.delta import DeltaNet, GatedDeltaNet
 from mesanet_jax.mixers.gla import GLA
+from mesanet_jax.mixers.gss import GSS
 from mesanet_jax.mixers.hawk import Hawk
 from mesanet_jax.mixers.mamba2 import Mamba2
 from mesanet_jax.mixers.mesa import Mesa
@@ -24,6 +25,7 @@ MIXERS = {
     "deltanet": DeltaNet,
     "gated_deltanet": GatedDeltaNet,
     "gla": GLA,
+    "gss": GSS,
     "hawk": Hawk,
     "mamba2": Mamba2,
     "mesa": Mesa,

@@ -1,11 +1,14 @@
 """The layer that MesaNet's comparison controls: Mamba2, GLA, DeltaNet, Gated DeltaNet and Mesa differ in their memory alone.
 
 Queries and keys are convolved, SiLU-activated and L2-normalised; gates are one scalar a head; the output is normalised
-a head (MesaNet, arXiv 2506.05233, Table 1 and appendices E.1, G.2).
+a head (MesaNet, arXiv 2506.05233, Table 1 and appendices E.1, G.2). What the layers' own papers do differently around
+the memory is an option here (`configs/*.py:SIZE-published`).
 
-B batch, T time, D model width, H heads, K head size (of keys, queries and values alike), C = H*K, W conv taps.
+B batch, T time, D model width, H heads, G heads of queries and keys, K key size, V value size, C channels of a
+projection, W conv taps.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,20 +17,30 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mesanet_jax.errors import UserError
 from mesanet_jax.flops import Flops, products
 from mesanet_jax.layers import Linear, RMSNorm, fan_in_normal, l2_normalize, param
+from mesanet_jax.mixers.gates import DECAYS, check_ranges
 from mesanet_jax.schema import Field
 from mesanet_kernels import causal_conv1d, causal_conv1d_step
 
+# (activation, whether the gate comes before the norm) of an output gate, by name.
+OUTPUT_GATES = {
+    "silu": (jax.nn.silu, False),
+    "silu_before_norm": (jax.nn.silu, True),  # Mamba2
+    "sigmoid": (jax.nn.sigmoid, False),  # xLSTM
+}
 # The parts of a family's FIELDS that the layer reads itself.
 PROJECTION_FIELDS = {
-    "conv_width": Field(4, "taps of the causal convolution on queries and keys", at_least=2, fixed=True),
+    "heads": Field(None, "heads of the memory; none: model.heads", kind=int, at_least=1, fixed=True),
+    "key_heads": Field(None, "heads of queries and keys, a divisor of the heads that share them; none: as many", kind=int, at_least=1, fixed=True),
+    "key_size": Field(None, "size of a head's queries and keys; none: model.head_dim", kind=int, at_least=1, fixed=True),
+    "value_size": Field(None, "size of a head's values; none: model.head_dim", kind=int, at_least=1, fixed=True),
+    "conv_width": Field(4, "taps of the causal convolution on queries and keys; none: neither convolution nor SiLU", kind=int, at_least=2, fixed=True),
     "conv_on_value": Field(False, "convolve and activate the values too (the paper contradicts itself)", fixed=True),
-    "output_gate": Field(False, "multiply the normalised output by SiLU of a projection (not in the paper)", fixed=True),
-}  # fmt: skip
-DECAY_FIELDS = {
-    "decay_bias_init": Field(0.0, "initial bias of the decay gate, 0 starts gamma at one half", fixed=True),
-    "decay_bias_init_last": Field(None, "bias of the last head, the others spaced from the first", kind=float, fixed=True),
+    "output_norm": Field("head", "what the RMSNorm of the output averages over: a head, or all of them", choices=("head", "all"), fixed=True),
+    "output_gate": Field(False, "multiply the output by an activated projection of the stream (not in the paper)", fixed=True),
+    "output_gate_form": Field("silu", "activation of the output gate, and its place", choices=tuple(OUTPUT_GATES), fixed=True),
 }  # fmt: skip
 PARALLEL_FIELDS = {
     "chunk_size": Field(None, "tokens a chunk of the parallel form; none: the kernel library's choice", kind=int, at_least=1),
@@ -38,9 +51,9 @@ PARALLEL_FIELDS = {
 class LayerState(NamedTuple):
     """What one layer remembers; its size does not depend on the length."""
 
-    conv_q: jax.Array | None  # [B, W-1, C] the last inputs of the convolution on queries
+    conv_q: jax.Array | None  # [B, W-1, C] the last inputs of the convolution on queries; [B, 0, C] where there is none
     conv_k: jax.Array | None  # [B, W-1, C]
-    conv_v: jax.Array | None  # [B, W-1, C], or [B, 0, C] where values are not convolved
+    conv_v: jax.Array | None  # [B, W-1, C]
     memory: Any  # the state of the family's op, float32
 
 
@@ -51,56 +64,77 @@ class Controlled(nnx.Module):
     FIELDS: dict[str, Field]
     INPUT_GATE = True  # beta, the strength of a write
     DECAY_GATE = True  # gamma, what remains of the memory
-    _normalize = staticmethod(l2_normalize)  # queries and keys of a head
 
-    @staticmethod
-    def check(model) -> None:
-        """Its fields have no combination that is impossible."""
+    @classmethod
+    def check(cls, model) -> None:
+        options = model[cls.SECTION]
+        heads, key_heads = options.heads or model.heads, options.key_heads
+        if key_heads is not None and heads % key_heads:
+            raise UserError(f"config.model.{cls.SECTION}.key_heads={key_heads}: must divide its {heads} heads")
+        if "decay" in cls.FIELDS:
+            check_ranges(cls.SECTION, options)
+        if options.conv_on_value and options.conv_width is None:
+            raise UserError(f"config.model.{cls.SECTION}.conv_on_value: needs a conv_width")
 
     def __init__(self, model, *, rngs: nnx.Rngs):
         options = model[self.SECTION]
-        self.heads, self.head_dim = model.heads, model.head_dim
+        self.heads = options.heads or model.heads
+        self.key_heads = options.key_heads or self.heads
+        self.key_size, self.value_size = options.key_size or model.head_dim, options.value_size or model.head_dim
         self.parallel = {name: options[name] for name in PARALLEL_FIELDS}
-        width = self.heads * self.head_dim
-        linear = lambda: Linear(model.dim, width, axes=("embed", "heads"), rngs=rngs)
-        taps = lambda: param(rngs, _conv_init, (options.conv_width, width), (None, "heads"))
-        gate = lambda bias: Linear(model.dim, self.heads, axes=("embed", "heads"), rngs=rngs, bias_init=bias)
-        self.query, self.key, self.value = linear(), linear(), linear()
-        self.conv_q, self.conv_k = taps(), taps()
-        self.conv_v = taps() if options.conv_on_value else None
-        self.output_gate = linear() if options.output_gate else None
-        self.input_gate = gate(jax.nn.initializers.zeros) if self.INPUT_GATE else None
-        self.decay_gate = gate(_decay_bias_init(options)) if self.DECAY_GATE else None
+        keys, values = self.key_heads * self.key_size, self.heads * self.value_size
+        linear = lambda width: Linear(model.dim, width, axes=("embed", "heads"), rngs=rngs)
+        taps = lambda width: param(rngs, _conv_init, (options.conv_width, width), (None, "heads"))
+        self.query, self.key, self.value = linear(keys), linear(keys), linear(values)
+        self.conv_q = taps(keys) if options.conv_width else None
+        self.conv_k = taps(keys) if options.conv_width else None
+        self.conv_v = taps(values) if options.conv_on_value else None
+        self.output_gate = linear(values) if options.output_gate else None
+        self.output_gate_form = options.output_gate_form
+        self.input_gate = self._make_input_gate(model, rngs=rngs) if self.INPUT_GATE else None
+        self.decay_gate = self._make_decay_gate(model, rngs=rngs) if self.DECAY_GATE else None
         self._add_parameters(options, rngs=rngs)
-        self.norm = RMSNorm(self.head_dim, rngs=rngs, eps=model.norm_eps, axes=(None,))
+        norm_size, norm_axes = {"head": (self.value_size, (None,)), "all": (values, ("heads",))}[options.output_norm]
+        self.norm = RMSNorm(norm_size, rngs=rngs, eps=model.norm_eps, axes=norm_axes)
         out_init = fan_in_normal(model.residual_init_scale / model.layers)
-        self.out = Linear(width, model.dim, axes=("heads", "embed"), rngs=rngs, init=out_init)
+        self.out = Linear(values, model.dim, axes=("heads", "embed"), rngs=rngs, init=out_init)
+
+    def _make_input_gate(self, model, *, rngs: nnx.Rngs):
+        zeros = jax.nn.initializers.zeros
+        return Linear(model.dim, self.heads, axes=("embed", "heads"), rngs=rngs, bias_init=zeros)
+
+    def _make_decay_gate(self, model, *, rngs: nnx.Rngs):
+        options = model[self.SECTION]
+        return DECAYS[options.decay](model.dim, self.heads, self.key_size, options=options, rngs=rngs)
 
     def _add_parameters(self, options, *, rngs: nnx.Rngs) -> None:
         """What a family has beyond the shared layer."""
 
-    def _mix(self, q_BTHK, k_BTHK, v_BTHK, log_decay_BTH, beta_BTH, *, memory, segment_ids):
-        """The op over a row, from a memory or from nothing (None): (o_BTHK, memory); a gate it lacks is None."""
+    def _mix(self, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, *, memory, segment_ids):
+        """The op over a row, from a memory or from nothing (None): (o_BTHV, memory); a gate it lacks is None."""
         raise NotImplementedError
 
-    def _mix_token(self, q_BHK, k_BHK, v_BHK, log_decay_BH, beta_BH, *, memory):
-        """The op's step: (o_BHK, memory)."""
+    def _mix_token(self, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, *, memory):
+        """The op's step: (o_BHV, memory)."""
         raise NotImplementedError
 
     def _empty_memory(self, batch: int):
-        """One matrix a head, [B, H, K, K]."""
-        return jnp.zeros((batch, self.heads, self.head_dim, self.head_dim), jnp.float32)
+        """One matrix a head, [B, H, K, V]."""
+        return jnp.zeros((batch, self.heads, self.key_size, self.value_size), jnp.float32)
 
     def _op_flops(self, chunk: int) -> Flops:
         """The op for one token, in chunks of `chunk`."""
         raise NotImplementedError
 
     def _gates(self, x):
-        """log gamma and beta, [..., H] float32, None for a gate that the family lacks (G.2)."""
-        x32 = x.astype(jnp.float32)
-        log_decay = jax.nn.log_sigmoid(self.decay_gate(x32)) if self.DECAY_GATE else None
-        beta = jax.nn.sigmoid(self.input_gate(x32)) if self.INPUT_GATE else None
+        """log gamma [..., H], or [..., H, K], and beta [..., H], float32; None for a gate that the family lacks (G.2)."""
+        log_decay = None if self.decay_gate is None else self.decay_gate(x)
+        beta = None if self.input_gate is None else jax.nn.sigmoid(self.input_gate(x.astype(jnp.float32)))
         return log_decay, beta
+
+    def _normalize(self, x):
+        """Queries or keys of a head, [..., K]."""
+        return l2_normalize(x)
 
     def _run(self, x, state: LayerState, *, convolve, mix):
         """The layer in the form, parallel or of one token, that `convolve` and `mix` have."""
@@ -108,16 +142,29 @@ class Controlled(nnx.Module):
         def convolved(x, taps, tail):
             return (x, tail) if taps is None else convolve(x, taps[...].astype(x.dtype), tail)
 
-        heads = lambda x: x.reshape(*x.shape[:-1], self.heads, self.head_dim)
         q, conv_q = convolved(self.query(x), self.conv_q, state.conv_q)
         k, conv_k = convolved(self.key(x), self.conv_k, state.conv_k)
         v, conv_v = convolved(self.value(x), self.conv_v, state.conv_v)
-        q, k, v = self._normalize(heads(q)), self._normalize(heads(k)), heads(v)
-        o, memory = mix(q, k, v, *self._gates(x), memory=state.memory)
-        o = self.norm(o).reshape(*x.shape[:-1], -1)
-        if self.output_gate is not None:
-            o = o * jax.nn.silu(self.output_gate(x))
-        return self.out(o), LayerState(conv_q, conv_k, conv_v, memory)
+        v = v.reshape(*x.shape[:-1], self.heads, self.value_size)
+        o, memory = mix(self._of_heads(q), self._of_heads(k), v, *self._gates(x), memory=state.memory)
+        return self._read_out(o, x), LayerState(conv_q, conv_k, conv_v, memory)
+
+    def _of_heads(self, x):
+        """Normalised queries or keys, shared ones repeated: [..., G*K] -> [..., H, K]."""
+        x = self._normalize(x.reshape(*x.shape[:-1], self.key_heads, self.key_size))
+        return x if self.key_heads == self.heads else jnp.repeat(x, self.heads // self.key_heads, axis=-2)
+
+    def _read_out(self, o, x):
+        """Norm, gate and projection of what was read: [..., H, V] -> [..., D]."""
+        grouped = lambda o: o.reshape(*x.shape[:-1], -1, self.norm.scale.shape[-1])
+        flat = lambda o: o.reshape(*x.shape[:-1], -1)
+        if self.output_gate is None:
+            return self.out(flat(self.norm(grouped(o))))
+        activation, before_norm = OUTPUT_GATES[self.output_gate_form]
+        gate = activation(self.output_gate(x))
+        if before_norm:
+            return self.out(flat(self.norm(grouped(flat(o) * gate))))
+        return self.out(flat(self.norm(grouped(o))) * gate)
 
     def _run_row(self, x_BTD, state: LayerState, *, segment_ids):
         def convolve(x_BTC, taps_WC, tail):
@@ -130,9 +177,15 @@ class Controlled(nnx.Module):
 
     def init_state(self, batch: int, *, max_length: int, dtype) -> LayerState:
         del max_length  # the state is of constant size
-        tails, width = self.conv_q.shape[-2] - 1, self.heads * self.head_dim
-        tail = lambda taps: jnp.zeros((batch, tails if taps is not None else 0, width), dtype)
-        return LayerState(tail(self.conv_q), tail(self.conv_k), tail(self.conv_v), self._empty_memory(batch))
+        tail = lambda taps, linear: jnp.zeros(
+            (batch, 0 if taps is None else taps.shape[-2] - 1, linear.kernel.shape[-1]), dtype
+        )
+        return LayerState(
+            conv_q=tail(self.conv_q, self.query),
+            conv_k=tail(self.conv_k, self.key),
+            conv_v=tail(self.conv_v, self.value),
+            memory=self._empty_memory(batch),
+        )
 
     def extend(self, x_BTD, state: LayerState):
         return self._run_row(x_BTD, state, segment_ids=None)
@@ -143,20 +196,12 @@ class Controlled(nnx.Module):
 
     def flops_per_token(self, seq_len: int) -> Flops:
         """Projections, convolutions and the op in its chunks."""
-        dim, width = self.out.kernel.shape[-1], self.heads * self.head_dim
-        gates = self.INPUT_GATE + self.DECAY_GATE
-        projections = 2 * dim * (width * (4 + (self.output_gate is not None)) + gates * self.heads)
-        convolutions = 2 * self.conv_q.shape[-2] * width * (2 + (self.conv_v is not None))
+        kernels = [layer.kernel for _, layer in nnx.iter_modules(self) if isinstance(layer, Linear)]
+        taps = [taps for taps in (self.conv_q, self.conv_k, self.conv_v) if taps is not None]
         chunk = min(self.parallel["chunk_size"] or 64, seq_len)
-        return products(projections + convolutions) + self._op_flops(chunk)
+        return products(sum(2 * math.prod(weights.shape) for weights in kernels + taps)) + self._op_flops(chunk)
 
 
 def _conv_init(key, shape, dtype):
     """Fan-in normal over the taps: the paper gives no initialisation for its depthwise convolutions."""
     return jax.random.normal(key, shape, dtype) / np.sqrt(shape[0])
-
-
-def _decay_bias_init(options):
-    """Biases of the heads in equal steps from the first to the last; all the first where no last is given."""
-    last = options.decay_bias_init if options.decay_bias_init_last is None else options.decay_bias_init_last
-    return lambda key, shape, dtype: jnp.asarray(np.linspace(options.decay_bias_init, last, *shape), dtype)

@@ -1,6 +1,6 @@
 """The Mesa layer: each token solves a ridge regression over the past for its query (MesaNet, arXiv 2506.05233).
 
-B batch, T time, H heads, K head size (of keys, queries and values alike).
+B batch, T time, H heads, K key size, V value size.
 """
 
 import jax
@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from mesanet_jax.errors import UserError
-from mesanet_jax.flops import products, solves
+from mesanet_jax.flops import Flops, products, solves
 from mesanet_jax.layers import param
-from mesanet_jax.mixers.controlled import DECAY_FIELDS, PARALLEL_FIELDS, PROJECTION_FIELDS, Controlled
+from mesanet_jax.mixers.controlled import PARALLEL_FIELDS, PROJECTION_FIELDS, Controlled
+from mesanet_jax.mixers.gates import DECAY_FIELDS
 from mesanet_jax.schema import Field
 from mesanet_kernels import mesa, mesa_step
 
 
 class Mesa(Controlled):
-    """Appendix E of the paper; its memory is (h_kk, h_kv), each [B, H, K, K]."""
+    """Appendix E of the paper; its memory is (h_kk [B, H, K, K], h_kv [B, H, K, V])."""
 
     SECTION = "mesa"
     FIELDS = {
@@ -29,10 +30,12 @@ class Mesa(Controlled):
         "max_iters": Field(30, "solver iterations at most, in training, evaluation and decoding alike", at_least=1),
         "tol": Field(0.0, "stop a row at this residual relative to its first; 0: always max_iters", at_least=0.0),
         **PARALLEL_FIELDS,
+        "implementation": Field(None, "backend of the kernel library; none: the best that applies", kind=str, choices=("reference", "xla", "pallas_gpu")),
     }  # fmt: skip
 
-    @staticmethod
-    def check(model) -> None:
+    @classmethod
+    def check(cls, model) -> None:
+        super().check(model)
         floor, initial = model.mesa.lambda_floor, model.mesa.lambda_init
         if initial <= floor:
             raise UserError(f"config.model.mesa.lambda_init={initial}: must be above lambda_floor={floor}")
@@ -43,7 +46,7 @@ class Mesa(Controlled):
         self.decay_cap, self.lambda_floor = options.decay_cap, options.lambda_floor
         self.solve = {name: options[name] for name in ("solver", "max_iters", "tol")}
         raw = float(np.log(np.expm1(options.lambda_init - options.lambda_floor)))
-        self.lambda_raw = param(rngs, jax.nn.initializers.constant(raw), (self.heads, self.head_dim), ("heads", None))
+        self.lambda_raw = param(rngs, jax.nn.initializers.constant(raw), (self.heads, self.key_size), ("heads", None))
 
     def _gates(self, x):
         """log gamma with the cap of G.5, and beta."""
@@ -53,26 +56,36 @@ class Mesa(Controlled):
     def _lambda(self):
         return self.lambda_floor + jax.nn.softplus(self.lambda_raw[...])
 
-    def _mix(self, q_BTHK, k_BTHK, v_BTHK, log_decay_BTH, beta_BTH, *, memory, segment_ids):
-        o_BTHK, memory, _ = mesa(
-            q_BTHK, k_BTHK, v_BTHK, log_decay_BTH, beta_BTH, self._lambda(),
+    def _mix(self, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, *, memory, segment_ids):
+        o_BTHV, memory, _ = mesa(
+            q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, self._lambda(),
             segment_ids=segment_ids, initial_state=memory, **self.solve, **self.parallel,
         )  # fmt: skip
-        return o_BTHK, memory
+        return o_BTHV, memory
 
-    def _mix_token(self, q_BHK, k_BHK, v_BHK, log_decay_BH, beta_BH, *, memory):
-        o_BHK, memory, _ = mesa_step(
-            q_BHK, k_BHK, v_BHK, log_decay_BH, beta_BH, self._lambda(), memory, **self.solve
+    def _mix_token(self, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, *, memory):
+        o_BHV, memory, _ = mesa_step(
+            q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, self._lambda(), memory, **self.solve
         )  # fmt: skip
-        return o_BHK, memory
+        return o_BHV, memory
 
     def _empty_memory(self, batch):
-        return super()._empty_memory(batch), super()._empty_memory(batch)
+        h_kk_BHKK = jnp.zeros((batch, self.heads, self.key_size, self.key_size), jnp.float32)
+        return h_kk_BHKK, super()._empty_memory(batch)
 
     def _op_flops(self, chunk):
-        """The chunked states, `max_iters` products of the solve, readout."""
-        size, width = self.head_dim, self.heads * self.head_dim
-        product = 4 * chunk * width + 2 * size * width  # (P K^T . M) K + P S: one CG step, or the readout
-        states = 2 * 2 * size * width  # two outer products
+        """The states, the solve and the readout, and beside their backward passes the gradient of e* H q* (mesanet.md 1.6)
+        in keys, state and decays; the operator's diagonal serves both solves."""
+        # One product of a token with a chunk or a state, of keys and of values.
+        inside, outside = 2 * chunk * self.key_size, 2 * self.key_size**2
+        value_inside, value_outside = 2 * chunk * self.value_size, 2 * self.key_size * self.value_size
+        step = 2 * inside + outside  # (P K^T . M) K + P S
         iterations = self.solve["max_iters"] + 1  # and the residual of the starting point
-        return products(states + product) + solves(iterations * product)
+        diagonal, operator_gradient = inside, 3 * inside + 2 * outside
+        a_head = (
+            products(outside + value_outside)
+            + products(inside + value_inside + value_outside)
+            + solves(iterations * step)
+            + Flops(diagonal, diagonal + operator_gradient)
+        )
+        return a_head * self.heads

@@ -50,11 +50,11 @@ class Block(nnx.Module):
 
 
 class Group(nnx.Module):
-    """One period of the block pattern; the model scans over stacked groups."""
+    """The blocks of `mixers` in turn: one period of the block pattern, or the part of it at the end of the model."""
 
-    def __init__(self, model, *, rngs: nnx.Rngs):
-        self.names = tuple(f"block_{index}" for index in range(len(model.pattern)))
-        for name, mixer in zip(self.names, model.pattern, strict=True):
+    def __init__(self, model, mixers: tuple[str, ...], *, rngs: nnx.Rngs):
+        self.names = tuple(f"block_{index}" for index in range(len(mixers)))
+        for name, mixer in zip(self.names, mixers, strict=True):
             setattr(self, name, Block(model, mixer, rngs=rngs))
 
     @property

@@ -1,5 +1,8 @@
 """The language model: scaled embedding, scanned blocks, final norm, soft-capped head, loss, and decoding.
 
+The blocks are whole periods of the mixer pattern, stacked and scanned over (`groups`), and what remains of a period where
+the number of layers is no multiple of it (`tail`).
+
 B batch, T time, D model width, V vocabulary (padded to a multiple for sharding).
 """
 
@@ -23,7 +26,7 @@ class LanguageModel(nnx.Module):
         "vocab_size": Field(50_257, "tokens of the tokenizer; must be that of the data", at_least=2, fixed=True),
         "vocab_multiple": Field(128, "the vocabulary is padded to a multiple of this; padding has no loss and no probability", at_least=1, fixed=True),
         "dim": Field(768, "width of the residual stream", at_least=1, fixed=True),
-        "layers": Field(14, "blocks, a multiple of the pattern's length", at_least=1, fixed=True),
+        "layers": Field(14, "blocks, at least as many as the pattern has; it may end in the middle of the pattern", at_least=1, fixed=True),
         "heads": Field(6, "heads of the mixer", at_least=1, fixed=True),
         "head_dim": Field(128, "size of a head's keys, queries and values", at_least=1, fixed=True),
         "mlp_ratio": Field(3.0, "feed-forward width over dim, for each of SwiGLU's two branches", above=0.0, fixed=True),
@@ -45,7 +48,9 @@ class LanguageModel(nnx.Module):
         table = lambda: param(rngs, _table_init, (padded, model.dim), ("vocab", "embed"))
         self.embedding = table()
         self.head = None if model.tie_embeddings else table()
-        self.groups = stack(lambda rngs: Group(model, rngs=rngs), model.layers // len(model.pattern), rngs=rngs)
+        count, rest = divmod(model.layers, len(model.pattern))
+        self.groups = stack(lambda rngs: Group(model, model.pattern, rngs=rngs), count, rngs=rngs)
+        self.tail = Group(model, model.pattern[:rest], rngs=rngs) if rest else None
         self.final_norm = RMSNorm(model.dim, rngs=rngs, eps=model.norm_eps)
 
     def _embed(self, tokens):
@@ -59,13 +64,16 @@ class LanguageModel(nnx.Module):
         """The normed stream before the head, [B,T,D]."""
         if not self.resets:
             segment_ids_BT = jnp.zeros_like(segment_ids_BT)
-        graphdef, stacked = nnx.split(self.groups)
 
-        def group(x_BTD, params):
-            return nnx.merge(graphdef, params)(x_BTD, segment_ids_BT), None
+        def run(graphdef):
+            return lambda x_BTD, params: (nnx.merge(graphdef, params)(x_BTD, segment_ids_BT), None)
 
         x_BTD = constrain(self._embed(tokens_BT), ACTIVATION)
-        x_BTD, _ = jax.lax.scan(remat(group, self.remat), x_BTD, stacked)
+        graphdef, stacked = nnx.split(self.groups)
+        x_BTD, _ = jax.lax.scan(remat(run(graphdef), self.remat), x_BTD, stacked)
+        if self.tail is not None:
+            graphdef, params = nnx.split(self.tail)
+            x_BTD, _ = remat(run(graphdef), self.remat, scanned=False)(x_BTD, params)
         return self.final_norm(x_BTD)
 
     def loss(self, batch):
@@ -83,13 +91,16 @@ class LanguageModel(nnx.Module):
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
     def init_state(self, batch: int, *, max_length: int):
-        """The decoding state of an empty past, every leaf stacked over the groups."""
+        """The decoding state of an empty past: of the groups, every leaf stacked over them, and of the tail, if any."""
         graphdef, stacked = nnx.split(self.groups)
 
-        def state(params):
-            return nnx.merge(graphdef, params).init_state(batch, max_length=max_length, dtype=self.dtype)
+        def state(group):
+            return group.init_state(batch, max_length=max_length, dtype=self.dtype)
 
-        return jax.vmap(state)(stacked)
+        return (
+            jax.vmap(lambda params: state(nnx.merge(graphdef, params)))(stacked),
+            None if self.tail is None else state(self.tail),
+        )
 
     def extend(self, tokens_BT, state):
         """Reads T tokens of one document: (logits [B,T,V] float32, state)."""
@@ -106,15 +117,19 @@ class LanguageModel(nnx.Module):
             params, state = params_and_state
             return getattr(nnx.merge(graphdef, params), call)(x, state)
 
-        x, state = jax.lax.scan(group, self._embed(tokens), (stacked, state))
-        return self.logits(self.final_norm(x)), state
+        groups_state, tail_state = state
+        x, groups_state = jax.lax.scan(group, self._embed(tokens), (stacked, groups_state))
+        if self.tail is not None:
+            x, tail_state = getattr(self.tail, call)(x, tail_state)
+        return self.logits(self.final_norm(x)), (groups_state, tail_state)
 
     def flops_per_token(self, seq_len: int) -> Flops:
         """FLOPs of one token in a row of `seq_len`: head included, embedding look-up not counted."""
         graphdef, stacked = nnx.split(self.groups)
         count = jax.tree.leaves(stacked)[0].shape[0]
         one = nnx.merge(graphdef, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked))
-        return one.flops_per_token(seq_len) * count + products(2 * self.vocab_size * self.embedding.shape[-1])
+        tail = Flops() if self.tail is None else self.tail.flops_per_token(seq_len)
+        return one.flops_per_token(seq_len) * count + tail + products(2 * self.vocab_size * self.embedding.shape[-1])
 
     def padding_parameters(self) -> int:
         """Parameters in rows that only pad the vocabulary."""

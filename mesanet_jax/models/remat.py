@@ -16,9 +16,9 @@ POLICIES = {
 }
 
 
-def remat(function: Callable, policy: str) -> Callable:
-    """`function`, to be scanned over, with its residuals chosen by `policy`; "none" keeps them all."""
+def remat(function: Callable, policy: str, *, scanned: bool = True) -> Callable:
+    """`function`, to be scanned over unless not `scanned`, with its residuals chosen by `policy`; "none" keeps them all."""
     if policy == "none":
         return function
     # Inside a scan nothing can be merged across the loop's boundary, so the guard against CSE only costs time.
-    return jax.checkpoint(function, policy=POLICIES[policy], prevent_cse=False)
+    return jax.checkpoint(function, policy=POLICIES[policy], prevent_cse=not scanned)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mesanet_kernels as mk
+from mesanet_kernels import shapes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ITERATIONS = 30
@@ -36,6 +37,10 @@ def linear_scan(inputs, *, segment_ids=None, state=None, **options):
     return mk.linear_scan(**inputs, segment_ids=segment_ids, initial_state=state, **options)
 
 
+def diagonal_ssm(inputs, *, segment_ids=None, state=None, **options):
+    return mk.diagonal_ssm(**inputs, segment_ids=segment_ids, initial_state=state, **options)
+
+
 def attention(inputs, *, segment_ids=None, window=None, **options):
     return mk.attention(**inputs, segment_ids=segment_ids, window=window, **options)
 
@@ -47,9 +52,11 @@ def softmax_cross_entropy(inputs, *, block_size=4, **options):
 RECURRENT = {
     "mesa": mesa,
     "gated_linear_attention": gated_linear_attention,
+    "gated_linear_attention_vector": gated_linear_attention,
     "delta_rule": delta_rule,
     "causal_conv1d": causal_conv1d,
     "linear_scan": linear_scan,
+    "diagonal_ssm": diagonal_ssm,
     "mlstm": mlstm,
 }
 OVER_DOCUMENTS = RECURRENT | {"attention": attention}
@@ -64,8 +71,10 @@ def random_state(op, sizes, *, seed=1):
         return rng.standard_normal((sizes["B"], sizes["W"] - 1, sizes["D"])).astype(np.float32)
     if op == "linear_scan":
         return rng.standard_normal((sizes["B"], sizes["D"])).astype(np.float32)
+    if op == "diagonal_ssm":
+        return tuple(rng.standard_normal((2, sizes["B"], sizes["H"], sizes["N"])).astype(np.float32))
     kv = rng.standard_normal((sizes["B"], sizes["H"], sizes["K"], sizes["V"])).astype(np.float32)
-    if op in ("gated_linear_attention", "delta_rule"):
+    if op in ("gated_linear_attention", "gated_linear_attention_vector", "delta_rule"):
         return kv
     if op == "mlstm":
         normaliser, stabiliser = (rng.standard_normal(kv.shape[:ndim]).astype(np.float32) for ndim in (3, 2))
@@ -122,8 +131,8 @@ def evaluate(function, inputs, *, dtype=None, **options):
 
 
 def cast_floating(inputs, dtype):
-    """The floating inputs only, as jax arrays of `dtype`; gates and the embedding never become bfloat16."""
-    kept = {"log_decay", "beta", "input_gate", "forget_gate", "a", "lam", "embedding"} if dtype == jnp.bfloat16 else ()
+    """The floating inputs only, as jax arrays of `dtype`; those in `shapes.WIDE` never become bfloat16."""
+    kept = shapes.WIDE if dtype == jnp.bfloat16 else ()
     return {
         name: jnp.asarray(x, None if name in kept else dtype)
         for name, x in inputs.items()

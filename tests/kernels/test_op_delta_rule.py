@@ -79,7 +79,7 @@ def test_a_token_repeated_4096_times(dtype, tolerance):
     assert all(jnp.isfinite(x).all() for x in gradients)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 16, 37, 64])
+@pytest.mark.parametrize("size", [1, 2, 16, 64])
 def test_inverse_and_its_gradient(size):
     """Against LAPACK in float64, the system of one repeated token included."""
     rng = np.random.default_rng(0)

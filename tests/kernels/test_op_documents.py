@@ -13,9 +13,11 @@ FIRST, LAST = 4, 9  # the middle of three documents, inside a chunk and across o
 OPTIONS = {
     "mesa": dict(chunk_size=4, max_iters=8),
     "gated_linear_attention": dict(chunk_size=4),
+    "gated_linear_attention_vector": dict(chunk_size=4),
     "delta_rule": dict(chunk_size=4),
     "causal_conv1d": {},
     "linear_scan": {},
+    "diagonal_ssm": dict(chunk_size=4),
     "mlstm": dict(chunk_size=4),
     "attention": {},
 }

@@ -1,4 +1,6 @@
-"""Golden vectors of gated linear attention (flash-linear-attention, float64)."""
+"""Golden vectors of gated linear attention (flash-linear-attention, float64), and decays of every size side by side."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,10 @@ import op_cases as cases
 import pytest
 
 import mesanet_kernels as mk
+from mesanet_kernels import shapes
 
+SCALAR_OP, VECTOR_OP = "gated_linear_attention", "gated_linear_attention_vector"
+IMPLEMENTATIONS = [("reference", jnp.float64, 1e-12), ("xla", None, 1e-5)]
 SCALAR = sorted(cases.GOLDEN.glob("scalar_gla_*.npz"))
 
 
@@ -35,12 +40,57 @@ def errors(path, implementation, dtype, *, decay, beta):
 
 
 @pytest.mark.parametrize("path", SCALAR, ids=lambda path: path.stem)
-@pytest.mark.parametrize("implementation, dtype, limit", [("reference", jnp.float64, 1e-12), ("xla", None, 1e-5)])
+@pytest.mark.parametrize("implementation, dtype, limit", IMPLEMENTATIONS)
 def test_scalar_decay(path, implementation, dtype, limit):
     found = errors(path, implementation, dtype, decay="g", beta="in_beta" in np.load(path))
     assert max(found.values()) < limit, found
 
 
-def test_vector_decay():
-    found = errors(cases.GOLDEN / "gla_vector_gate.npz", "reference", jnp.float64, decay="gk", beta=False)
-    assert max(found.values()) < 1e-12, found
+@pytest.mark.parametrize("implementation, dtype, limit", IMPLEMENTATIONS)
+def test_vector_decay(implementation, dtype, limit):
+    found = errors(cases.GOLDEN / "gla_vector_gate.npz", implementation, dtype, decay="gk", beta=False)
+    assert max(found.values()) < limit, found
+
+
+def test_vector_decay_of_equal_channels_is_the_scalar_one():
+    inputs = shapes.example(SCALAR_OP, "ragged")
+    run = jax.jit(lambda log_decay: mk.gated_linear_attention(**inputs | {"log_decay": log_decay}))
+    vector = np.repeat(inputs["log_decay"][..., None], inputs["k"].shape[-1], axis=-1)
+    found = cases.relative_errors(run(vector), run(inputs["log_decay"]))
+    assert max(found.values()) < 1e-6, found
+
+
+def test_channels_do_not_disturb_each_other():
+    """Each channel alone, bitwise in its gradient: one forgets all at every third token, its neighbours little or nothing."""
+    inputs = shapes.example(VECTOR_OP, "ragged")
+    inputs["log_decay"][..., ::4] = 0.0
+    inputs["log_decay"][:, ::3, :, 1::4] = -np.inf
+    inputs["log_decay"][:, ::3, :, 2::4] = -1e4
+    run = cases.evaluator(cases.gated_linear_attention)
+    wanted = cases.evaluate(
+        partial(cases.gated_linear_attention, implementation="reference"), inputs, dtype=jnp.float64
+    )
+    got = run(inputs)
+    cases.assert_close(got, wanted, limit=1e-5)
+    for name in ("k", "log_decay"):  # the error of each kind of channel, beside its own size
+        for kind in range(4):
+            channels = got[1][0][name][..., kind::4], wanted[1][0][name][..., kind::4]
+            assert max(cases.relative_errors(*channels).values()) < 2e-5, (name, kind)
+
+
+@pytest.mark.parametrize("op", [SCALAR_OP, VECTOR_OP])
+@pytest.mark.parametrize("dtype, limit", [(None, 1e-5), (jnp.bfloat16, 5e-3)])
+def test_a_token_repeated_4096_times(op, dtype, limit):
+    """Nothing is forgotten in half of the heads: there o grows to 4,096 v.
+
+    q is k: the rounding of one token is the same 4,096 times, and does not average out of a q.k that nearly cancels.
+    """
+    one = shapes.example(op, dict(B=1, T=1, H=2, K=8, V=4))
+    one["q"] = one["k"]
+    one["log_decay"][:, :, 0] = 0.0
+    inputs = cases.rounded({name: np.repeat(x, 4096, axis=1) for name, x in one.items()})
+    wanted = cases.evaluate(
+        partial(cases.gated_linear_attention, implementation="reference"), inputs, dtype=jnp.float64
+    )
+    got = cases.evaluate(cases.gated_linear_attention, inputs, dtype=dtype)
+    cases.assert_close(got, wanted, limit=limit)

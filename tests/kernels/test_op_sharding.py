@@ -16,19 +16,24 @@ ROWS = P("data", None, "tensor")
 SPECS = {
     "mesa": dict.fromkeys(("q", "k", "v", "log_decay", "beta"), ROWS) | {"lam": P("tensor")},
     "gated_linear_attention": dict.fromkeys(("q", "k", "v", "log_decay", "beta"), ROWS),
+    "gated_linear_attention_vector": dict.fromkeys(("q", "k", "v", "log_decay", "beta"), ROWS),
     "delta_rule": dict.fromkeys(("q", "k", "v", "log_decay", "beta"), ROWS),
     "causal_conv1d": {"x": ROWS, "w": P(None, "tensor"), "bias": P("tensor")},
     "mlstm": dict.fromkeys(("q", "k", "v", "input_gate", "forget_gate"), ROWS),
     "linear_scan": dict.fromkeys(("x", "a"), ROWS),
+    "diagonal_ssm": dict.fromkeys(("c_re", "c_im", "skip"), P("tensor"))
+    | {"u": ROWS, "log_rate": P(), "log_frequency": P()},
     "attention": dict.fromkeys(("q", "k", "v"), ROWS),
     "softmax_cross_entropy": {"hidden": P("data"), "embedding": P("tensor"), "targets": P("data")},
 }
-SIZES = dict(B=4, T=150, H=4, J=2, K=8, V=16, D=12, W=4)
+SIZES = dict(B=4, T=150, H=4, J=2, K=8, V=16, D=12, W=4, N=8)
 OPTIONS = {
     "mesa": dict(chunk_size=32, max_iters=4, tol=1e-3),
     "gated_linear_attention": dict(chunk_size=32),
+    "gated_linear_attention_vector": dict(chunk_size=32),
     "delta_rule": dict(chunk_size=32),
     "mlstm": dict(chunk_size=32),
+    "diagonal_ssm": dict(chunk_size=16),
 }
 
 

@@ -15,7 +15,7 @@ from test_op_sharding import SPECS
 
 from mesanet_kernels import shapes
 
-SIZES = dict(B=4, T=512, H=4, J=4, K=128, V=128, D=256, W=4)
+SIZES = dict(B=4, T=512, H=4, J=4, K=128, V=128, D=256, W=4, N=64)
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +36,9 @@ def tpu_mesh():
 @pytest.mark.parametrize("op", SPECS)
 def test_compiles_for_v5e(op, tpu_mesh):
     inputs = shapes.example(op, {axis: SIZES[axis] for axis in shapes.SHAPES[op]["tiny"]})
-    gates = ("log_decay", "beta", "input_gate", "forget_gate", "a", "lam", "embedding")
 
     def abstract(name, x):
-        dtype = jnp.bfloat16 if x.dtype == np.float32 and name not in gates else x.dtype
+        dtype = jnp.bfloat16 if x.dtype == np.float32 and name not in shapes.WIDE else x.dtype
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(tpu_mesh, SPECS[op][name]))
 
     arguments = {name: abstract(name, x) for name, x in inputs.items()}

@@ -11,7 +11,7 @@ from flax import nnx
 
 from configs import backbone, deltanet, gated_deltanet, gla, mamba2, mesanet
 from mesanet_jax import config as config_lib
-from mesanet_jax import models, schema
+from mesanet_jax import schema
 from mesanet_jax.mixers import MIXERS
 
 CONFIGS = {"gla": gla, "mamba2": mamba2, "deltanet": deltanet, "gated_deltanet": gated_deltanet}
@@ -56,7 +56,7 @@ def sigmoid(x):
 def as_published(mixer, update, x_TD):
     """Appendix E.1 in numpy, float64, one row: the layer written down once more, without a line of the mixer's."""
     weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(mixer)))
-    heads, size = mixer.heads, mixer.head_dim
+    heads, size = mixer.heads, mixer.key_size
     linear = lambda name: x_TD @ weights[name]["kernel"] + weights[name].get("bias", 0.0)
 
     def activated(name, taps_WC):
@@ -91,13 +91,6 @@ def test_layer_is_the_published_one(family):
     assert np.linalg.norm(y_BTD[0] - wanted_TD) < 1e-5 * np.linalg.norm(wanted_TD)
 
 
-@pytest.mark.parametrize("size", backbone.PAPER)
-@families
-def test_as_many_parameters_as_mesanet(family, size):
-    count = models.build(CONFIGS[family].get_config(size).model).parameter_count()
-    assert count == pytest.approx(models.build(mesanet.get_config(size).model).parameter_count(), rel=0.02)
-
-
 @pytest.mark.parametrize("size", backbone.SIZES)
 @families
 def test_configs_differ_from_mesanet_in_the_mixer_alone(family, size):
@@ -107,23 +100,3 @@ def test_configs_differ_from_mesanet_in_the_mixer_alone(family, size):
     differing = {path for path in ours.keys() | mesa.keys() if ours.get(path) != mesa.get(path)}
     mixers = {path for path in differing if path.startswith(("model.mesa.", f"model.{family}."))}
     assert differing - mixers <= {"name", "model.pattern", "optimizer.learning_rate"}
-
-
-@families
-def test_flops_are_those_the_compiler_counts(family):
-    """Of a chunk and the state after it: XLA counts the loop over chunks once. It counts elementwise work too."""
-    length, dim = 64, 512
-    mixer = mixer_of(family, dim=dim, heads=4, head_dim=128)
-    x_BTD = jax.ShapeDtypeStruct((1, length, dim), jnp.float32)
-    state = jax.eval_shape(lambda: mixer.init_state(1, max_length=length, dtype=jnp.float32))
-
-    def both_passes(mixer, x_BTD, state):
-        outputs, pullback = jax.vjp(lambda *inputs: inputs[0].extend(*inputs[1:]), mixer, x_BTD, state)
-        return outputs, pullback(outputs)
-
-    def counted(run):
-        return jax.jit(run).lower(mixer, x_BTD, state).compile().cost_analysis()["flops"] / length
-
-    ours = mixer.flops_per_token(length)
-    assert ours.forward == pytest.approx(counted(lambda mixer, *inputs: mixer.extend(*inputs)), rel=0.03)
-    assert ours.training == pytest.approx(counted(both_passes), rel=0.03)

@@ -27,7 +27,8 @@ def delta_rule(
       log_decay: [B, T, H], at most 0 (-inf included): Gated DeltaNet. None, no decay: DeltaNet.
       segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
       initial_state: [B, H, K, V]; belongs to the first token's document. Default zero.
-      chunk_size: tokens computed as one dense block; does not change the result. Default 64.
+      chunk_size: tokens computed as one dense block, rounded up to a power of two; does not change the result.
+        Default 64.
       implementation: "reference", "xla", or None for the best.
 
     Returns:

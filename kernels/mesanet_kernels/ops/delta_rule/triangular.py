@@ -3,33 +3,36 @@
     [I + A    0  ]^-1   [    X     0]
     [  M    I + B]    = [-Y M X    Y]        X = (I + A)^-1, Y = (I + B)^-1
 
-Both halves go down together as a batch, log2(C) levels. The blocks X and Y are inverses of parts of the system, as
+Both halves go down together as further blocks, log2(C) levels. X and Y are inverses of parts of the system, as
 bounded as it is; the powers of L of a Neumann series overflow float32 first. Autodiff goes down the halves too, at twice
 the products; the closed form of the gradient, -X^T dX X^T, would take six times as many.
 
-X leading axes, C rows.
+X leading axes, C rows, P diagonal blocks of S rows.
 """
 
 import jax.numpy as jnp
 
 from mesanet_kernels.chunks import product
+from mesanet_kernels.halving import block_rows
 
 
 def unit_lower_inverse(L_XCC):
-    """(I + L)^{-1} for strictly lower-triangular L, [..., C, C]; where L holds zero blocks, so does its inverse."""
-    size = L_XCC.shape[-1]
+    """(I + L)^{-1} for strictly lower-triangular L, [..., C, C], C a power of two; zero blocks of L stay zero."""
+    return _inverse(L_XCC[..., None, :, :])[..., 0, :, :]
+
+
+def _inverse(L_XPSS):
+    size = L_XPSS.shape[-1]
     if size == 1:
-        return jnp.ones_like(L_XCC)
-    if size % 2:
-        padded = jnp.pad(L_XCC, [(0, 0)] * (L_XCC.ndim - 2) + [(0, 1), (0, 1)])
-        return unit_lower_inverse(padded)[..., :size, :size]
+        return jnp.ones_like(L_XPSS)
     half = size // 2
-    lower = L_XCC[..., half:, :half]
-    first, second = unit_lower_inverse(jnp.stack([L_XCC[..., :half, :half], L_XCC[..., half:, half:]]))
-    corner = -_product(_product(second, lower), first)
-    top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-    return jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+    diagonal_XP2SS = jnp.stack([L_XPSS[..., :half, :half], L_XPSS[..., half:, half:]], axis=-3)
+    # One axis for the blocks of all levels: XLA's CPU products end the process at rank 8.
+    inverse_XPSS = _inverse(diagonal_XP2SS.reshape(*L_XPSS.shape[:-3], -1, half, half))
+    first, second = jnp.moveaxis(inverse_XPSS.reshape(diagonal_XP2SS.shape), -3, 0)
+    across = -_product(_product(second, L_XPSS[..., half:, :half]), first)
+    return jnp.concatenate(block_rows(first, across, second), axis=-2)
 
 
-def _product(a_XCC, b_XCC):
-    return product("...ij,...jk->...ik", a_XCC, b_XCC, a_XCC.dtype)
+def _product(a_XPSS, b_XPSS):
+    return product("...ij,...jk->...ik", a_XPSS, b_XPSS, a_XPSS.dtype)

@@ -23,21 +23,21 @@ def gated_linear_attention(
     Args:
       q, k: [B, T, H, K]; q is not scaled.
       v: [B, T, H, V].
-      log_decay: [B, T, H], at most 0 (-inf included), or [B, T, H, K], one a key channel ("reference" only).
+      log_decay: [B, T, H], at most 0 (-inf included), or [B, T, H, K], one a key channel.
       beta: [B, T, H] input gate; default 1.
       segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
       initial_state: [B, H, K, V]; belongs to the first token's document. Default zero.
-      chunk_size: tokens computed as one dense block; does not change the result. Default 64.
-      implementation: "reference", "xla", or None for the best that supports the call.
+      chunk_size: tokens computed as one dense block, rounded up to a power of two; does not change the result.
+        Default 64.
+      implementation: "reference", "xla", or None for the best.
 
     Returns:
       (o [B, T, H, V] in v's dtype, final state [B, H, K, V] float32).
 
     Raises:
-      ValueError: shapes or dtypes that do not fit. NotImplementedError: the implementation lacks what is asked.
+      ValueError: shapes or dtypes that do not fit. NotImplementedError: unknown implementation.
     """
-    best = "reference" if log_decay.ndim == 4 else "xla"
-    run = checks.choose("gated_linear_attention", implementation, IMPLEMENTATIONS, best=best)
+    run = checks.choose("gated_linear_attention", implementation, IMPLEMENTATIONS, best="xla")
     sizes = _check_arrays("gated_linear_attention", "BTH", q, k, v, log_decay, beta, initial_state)
     segment_ids = checks.segments("gated_linear_attention", segment_ids, sizes)
     checks.check_positive("gated_linear_attention", chunk_size=chunk_size)

@@ -1,19 +1,21 @@
-"""Gated linear attention with a scalar decay, chunk by chunk (mesanet.md 5), in plain XLA.
+"""Gated linear attention chunk by chunk (mesanet.md 5), in plain XLA, with one decay a head or one a key channel.
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
 
 from mesanet_kernels import chunks
+from mesanet_kernels.ops.gated_linear_attention import vector
 from mesanet_kernels.recompute import recomputed
 
 
 @recomputed
-def gated_linear_attention(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state_BHKV, segment_ids_BT):
+def gated_linear_attention(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay, beta_BTH, state_BHKV, segment_ids_BT):
     """Returns (o [B,T,H,V], final state [B,H,K,V]); `api.gated_linear_attention` says what each argument is."""
-    if log_decay_BTH.ndim == 4:
-        raise NotImplementedError(
-            "gated_linear_attention: 'xla' has no decay a channel, log_decay [B, T, H, K]; 'reference' has"
-        )
+    run = vector.gated_linear_attention if log_decay.ndim == 4 else _scalar
+    return run(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay, beta_BTH, state_BHKV, segment_ids_BT)
+
+
+def _scalar(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state_BHKV, segment_ids_BT):
     length = q_BTHK.shape[1]
     weights = chunks.chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT, chunk=chunk)
     q_NBHCK, k_NBHCK, v_NBHCV = (chunks.split(x, chunk) for x in (q_BTHK, k_BTHK, v_BTHV))

@@ -3,15 +3,25 @@
 B batch, T time, H heads, K key size, V value size.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mesanet_kernels import checks, chunks
-from mesanet_kernels.ops.mesa import reference, xla
+from mesanet_kernels.ops.mesa import chunked, pallas_gpu, reference, xla
 
-IMPLEMENTATIONS = {"reference": reference.mesa, "xla": xla.mesa}
+
+def _automatic(options, q, k, v, *rest):
+    """By the platform that is lowered for, which need not be the one that traces; short rows would fill no chunk."""
+    if pallas_gpu.lacks(q, k) or q.shape[1] < pallas_gpu.CHUNK:
+        return xla.mesa(options, q, k, v, *rest)
+    run = {"cuda": partial(pallas_gpu.mesa, options), "default": partial(xla.mesa, options)}
+    return jax.lax.platform_dependent(q, k, v, *rest, **run)
+
+
+IMPLEMENTATIONS = {"reference": reference.mesa, "xla": xla.mesa, "pallas_gpu": pallas_gpu.mesa}
 SOLVERS = ("cg",)
 
 
@@ -58,14 +68,15 @@ def mesa(
       tol: 0 runs `max_iters` steps; above 0 a row stops once its residual is at most `tol` times that of its
         starting point.
       solver: "cg", the paper's (Alg. 1).
-      chunk_size: tokens computed as one dense block; does not change the result. Default 64.
+      chunk_size: tokens computed as one dense block, rounded up to a power of two; does not change the result.
+        Default 64.
       implementation: "reference" (exact dense solve; ignores max_iters and tol and reports 0 iterations), "xla",
-        or None for the best.
+        "pallas_gpu" (NVIDIA Hopper, q and k bfloat16 or float16, K 64 or 128; chunks of 64), or None for the best.
 
     Raises:
       ValueError: shapes or dtypes that do not fit. NotImplementedError: an unknown implementation or solver.
     """
-    run = checks.choose("mesa", implementation, IMPLEMENTATIONS, best="xla")
+    run = checks.choose("mesa", implementation, IMPLEMENTATIONS | {None: _automatic}, best=None)
     _check_solver("mesa", solver, max_iters, tol)
     sizes = _check_arrays("mesa", "BTH", q, k, v, log_decay, beta, lam, initial_state)
     segment_ids = checks.segments("mesa", segment_ids, sizes)
@@ -73,7 +84,7 @@ def mesa(
 
     dtype = checks.accumulation_dtype(q, k, v)
     state = _initial_state(sizes, dtype) if initial_state is None else tuple(s.astype(dtype) for s in initial_state)
-    options = xla.Options(max_iters, float(tol), chunks.pick_chunk(chunk_size, sizes["T"]))
+    options = chunked.Options(max_iters, float(tol), chunks.pick_chunk(chunk_size, sizes["T"]))
     return MesaOutput(
         *run(options, q, k, v, log_decay.astype(dtype), beta.astype(dtype), lam.astype(dtype), state, segment_ids)
     )

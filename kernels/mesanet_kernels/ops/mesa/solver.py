@@ -48,7 +48,7 @@ def conjugate_gradients(operator: Callable, diagonal_RK, rhs_RK, *, max_iters: i
     Returns:
       x [R, K] in rhs's dtype and the steps each row took, int32 [R].
     """
-    unit_RK, norm_R1 = _normalise(rhs_RK)
+    unit_RK, norm_R1 = normalize(rhs_RK)
     x_RK = unit_RK / diagonal_RK
     residual_RK = unit_RK - operator(x_RK)
     delta_R = _squared_norm(residual_RK)
@@ -109,7 +109,7 @@ def _rounding_floor(delta_R):
     return float(jnp.finfo(delta_R.dtype).eps) ** 2 * delta_R
 
 
-def _normalise(rhs_RK):
+def normalize(rhs_RK):
     """Unit rows and their norms [R, 1] (1 for a zero row). By the largest entry first: squares of 1e-30 are 0."""
     largest_R1 = jnp.max(jnp.abs(rhs_RK), axis=-1, keepdims=True)
     largest_R1 = jnp.where(largest_R1 > 0, largest_R1, 1)

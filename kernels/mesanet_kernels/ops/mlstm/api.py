@@ -31,8 +31,9 @@ def mlstm(
       input_gate, forget_gate: [B, T, H], before exp and sigmoid; -inf closes a gate.
       segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
       initial_state: (C [B, H, K, V], n [B, H, K], m [B, H]); belongs to the first token's document. Default zero.
-      chunk_size: tokens computed as one dense block; does not change the result. Default 64.
-      implementation: "reference", "xla", or None for the best that supports the call.
+      chunk_size: tokens computed as one dense block, rounded up to a power of two; does not change the result.
+        Default 64.
+      implementation: "reference", "xla", or None for the best.
 
     Returns:
       (o [B, T, H, V] in v's dtype, final state (C, n, m) float32).

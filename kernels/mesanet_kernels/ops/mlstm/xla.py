@@ -38,7 +38,7 @@ def _sums(q_NBHCK, k_NBHCK, weights, normaliser_BHK):
     states_NBH1K, final_BH1K = chunks.chunk_states(
         ones_NBHC1, k_NBHCK.astype(dtype), weights, normaliser_BHK[:, :, None]
     )
-    before_NBHC = jnp.sum(q_NBHCK.astype(dtype) * states_NBH1K, axis=-1)
+    before_NBHC = chunks.product("nbhtk,nbhk->nbht", q_NBHCK.astype(dtype), states_NBH1K[..., 0, :], dtype)
     return jnp.sum(scores_NBHCC, axis=-1) + weights.enter_NBHC * before_NBHC, final_BH1K[:, :, 0]
 
 

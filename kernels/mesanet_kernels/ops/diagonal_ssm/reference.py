@@ -1,0 +1,27 @@
+"""The diagonal state space as it is defined: one token after the other, differentiated by autodiff.
+
+B batch, T time, H channels, N modes.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from mesanet_kernels.checks import accumulation_dtype
+from mesanet_kernels.ops.diagonal_ssm.discretise import zero_order_hold
+from mesanet_kernels.recurrence import scan_tokens
+
+
+def diagonal_ssm(chunk, u_BTH, log_rate_N, log_frequency_N, c_re_HN, c_im_HN, skip_H, state, segment_ids_BT):
+    """`state` is (real part, imaginary part), each [B,H,N]; `chunk` does not apply."""
+    del chunk
+    dtype = accumulation_dtype(u_BTH)
+    lambda_N, gain_N = zero_order_hold(log_rate_N, log_frequency_N)
+    decay_N, c_HN = jnp.exp(lambda_N), jax.lax.complex(c_re_HN, c_im_HN)
+
+    def step(state_BHN, token):
+        (u_BH,) = token
+        state_BHN = decay_N * state_BHN + gain_N * u_BH[..., None]
+        return state_BHN, jnp.sum((c_HN * state_BHN).real, axis=-1) + skip_H * u_BH
+
+    y_BTH, state_BHN = scan_tokens(step, jax.lax.complex(*state), [u_BTH.astype(dtype)], segment_ids_BT)
+    return y_BTH.astype(u_BTH.dtype), (state_BHN.real, state_BHN.imag)

@@ -1,0 +1,136 @@
+"""Mesa in its chunk-parallel form (mesanet.md 1.5) with implicit gradients (1.6), around any solver of its systems.
+
+    H_t = gamma_t H_{t-1} + beta_t k_t k_t^T    G_t = gamma_t G_{t-1} + beta_t v_t k_t^T
+    q*_t = (H_t + Lambda)^{-1} q_t              o_t = G_t q*_t
+
+Both states are one linear attention whose values are [v, k]: W = V + K columns, updated and read together.
+
+A backend is a function `solve(options, chunked, rhs_NBHCK)` -> `Solution`, of all the systems (H_t + Lambda) x_t = rhs_t.
+
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size, W = V + K.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from mesanet_kernels import chunks
+from mesanet_kernels.checks import accumulation_dtype
+
+
+class Options(NamedTuple):
+    max_iters: int
+    tol: float
+    chunk: int
+
+
+class Chunked(NamedTuple):
+    """What the operator H_t + Lambda and the readout G_t need, for all tokens."""
+
+    k_NBHCK: jax.Array
+    v_NBHCV: jax.Array
+    weights: chunks.ChunkWeights
+    h_kk_NBHKK: jax.Array
+    h_kv_NBHKV: jax.Array
+    lam_HK: jax.Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def mesa(solve: Callable, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
+    """Returns (o [B,T,H,V], (h_kk, h_kv), iterations [B,T,H]); `api.mesa` says what each argument is."""
+    return _forward(solve, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT)[0]
+
+
+def _forward(solve, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
+    length, dtype = q_BTHK.shape[1], accumulation_dtype(q_BTHK, k_BTHK, v_BTHV)
+    chunked, final_state = _prepare(
+        options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, lam_HK=lam_HK
+    )
+    solution = solve(options, chunked, chunks.split(q_BTHK.astype(dtype), options.chunk))
+    # Named so that a rematerialisation policy can keep the one value that is expensive to recompute.
+    solution_NBHCK = checkpoint_name(solution.x_RK, "mesa_q_star")
+    o_NBHCV = _read_values(chunked, solution_NBHCK)
+    output = (
+        chunks.join(o_NBHCV, length).astype(v_BTHV.dtype),
+        final_state,
+        chunks.join(solution.iterations_R, length),
+    )
+    # Saved: the inputs but q, and q*. States are recomputed: they are K (K + V) / C times as large as a key.
+    return output, (
+        k_BTHK,
+        v_BTHV,
+        log_decay_BTH,
+        beta_BTH,
+        lam_HK,
+        state,
+        segment_ids_BT,
+        chunks.join(solution_NBHCK, length),
+    )
+
+
+def _backward(solve, options, saved, cotangents):
+    """mesanet.md 1.6, with dq* and e* = (H + Lambda)^{-1} dq*:
+
+    dq = e*, dlambda = -sum q* e*, and the rest are the gradients of sum(do . G q*) - sum(e* . H q*) at fixed q*.
+    """
+    k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT, solution_BTHK = saved
+    do_BTHV, dfinal_state, _ = cotangents
+    length, dtype = k_BTHK.shape[1], solution_BTHK.dtype
+    solution_NBHCK = chunks.split(solution_BTHK, options.chunk)
+
+    def readouts(k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state):
+        chunked, final_state = _prepare(
+            options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, lam_HK=lam_HK
+        )
+        return (_read_values(chunked, solution_NBHCK), read_keys(chunked, solution_NBHCK), final_state), chunked
+
+    _, gradients_of, chunked = jax.vjp(readouts, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, has_aux=True)
+    do_NBHCV = chunks.split(do_BTHV.astype(dtype), options.chunk)
+    (dsolution_NBHCK,) = jax.linear_transpose(partial(_read_values, chunked), solution_NBHCK)(do_NBHCV)
+    e_NBHCK = solve(options, chunked, dsolution_NBHCK).x_RK
+
+    dk, dv, dlog_decay, dbeta, dstate = gradients_of((do_NBHCV, -e_NBHCK, dfinal_state))
+    dq_BTHK = chunks.join(e_NBHCK, length).astype(k_BTHK.dtype)
+    dlam_HK = -jnp.sum(solution_NBHCK * e_NBHCK, axis=(0, 1, 3)).astype(lam_HK.dtype)
+    return dq_BTHK, dk, dv, dlog_decay, dbeta, dlam_HK, dstate, None
+
+
+mesa.defvjp(_forward, _backward)
+
+
+def _prepare(options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, *, lam_HK):
+    """The `Chunked` of a sequence and its final (h_kk, h_kv)."""
+    dtype, value_size = accumulation_dtype(k_BTHK, v_BTHV), v_BTHV.shape[-1]
+    h_kk_BHKK, h_kv_BHKV = state
+    weights = chunks.chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT, chunk=options.chunk)
+    k_NBHCK, v_NBHCV = (chunks.split(x.astype(dtype), options.chunk) for x in (k_BTHK, v_BTHV))
+    values_NBHCW = jnp.concatenate([v_NBHCV, k_NBHCK], axis=-1)
+    # Transposed, as `read` gives S^T p: of a symmetric matrix it makes no difference but to the gradient's layout.
+    initial_BHKW = jnp.concatenate([h_kv_BHKV, h_kk_BHKK.mT], axis=-1)
+    states_NBHKW, final_BHKW = chunks.chunk_states(k_NBHCK, values_NBHCW, weights, initial_BHKW)
+    chunked = Chunked(
+        k_NBHCK, v_NBHCV, weights, states_NBHKW[..., value_size:], states_NBHKW[..., :value_size], lam_HK.astype(dtype)
+    )
+    return chunked, (final_BHKW[..., value_size:].mT, final_BHKW[..., :value_size])
+
+
+def diagonal(chunked):
+    """Of every H_t + Lambda, [N,B,H,C,K]."""
+    k_NBHCK, weights = chunked.k_NBHCK, chunked.weights
+    inside_NBHCK = chunks.product("nbhts,nbhsk->nbhtk", weights.intra_NBHCC, k_NBHCK * k_NBHCK, k_NBHCK.dtype)
+    before_NBHK = jnp.diagonal(chunked.h_kk_NBHKK, axis1=-2, axis2=-1)
+    return inside_NBHCK + weights.enter_NBHC[..., None] * before_NBHK[..., None, :] + chunked.lam_HK[:, None, :]
+
+
+def read_keys(chunked, p_NBHCK):
+    """H_t p_t."""
+    return chunks.read(p_NBHCK, chunked.k_NBHCK, chunked.k_NBHCK, chunked.weights, chunked.h_kk_NBHKK)
+
+
+def _read_values(chunked, p_NBHCK):
+    """G_t p_t."""
+    return chunks.read(p_NBHCK, chunked.k_NBHCK, chunked.v_NBHCV, chunked.weights, chunked.h_kv_NBHKV)
