@@ -27,12 +27,13 @@ compare-demo: .venv/installed
 	    --config.train.log_every=2 --config.train.eval_batches=1 --config.log.tensorboard=false
 	@echo "report: runs/compare/comparison.md"
 
+# On two processes: XLA compiles on one core at a time.
 test: .venv/installed
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2 --dist worksteal
 
 # With the slow tests; the TPU compiler goes beside the environment, since jax would look for a TPU if it were in it.
 test-all: .venv/installed .venv/tpu-compiler
-	MESANET_TPU_COMPILER=.venv/tpu-compiler $(PYTHON) -m pytest -m "not gpu"
+	MESANET_TPU_COMPILER=.venv/tpu-compiler $(PYTHON) -m pytest -n 2 --dist worksteal -m "not gpu"
 
 .venv/tpu-compiler: .venv/installed
 	$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps --target $@ libtpu==0.0.50

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 
 import pytest
 from data_helpers import austen_texts, command, corpus, digests, documents, make_config, write_jsonl
@@ -48,7 +49,11 @@ def test_interrupted_and_rerun(whole, tmp_path, sent, workers):
     settings, expected = whole
     settings = settings | {"format": "auto", "workers": workers}
     out = tmp_path / "out"
-    process = subprocess.Popen(command(out, settings), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    # A process started in the background inherits that Ctrl-C is ignored, and so would this one.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        command(out, settings), stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heeds
+    )
     while not list(out.glob("unit-*.json")):
         assert process.poll() is None
         time.sleep(0.002)

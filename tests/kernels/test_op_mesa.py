@@ -10,30 +10,34 @@ import pytest
 
 import mesanet_kernels as mk
 from mesanet_kernels import shapes
-from mesanet_kernels.ops.mesa.solver import conjugate_gradients
+from mesanet_kernels.ops.mesa.solver import conjugate_gradients, preconditioned_conjugate_gradients
 
 NAMES = dict(q="q", k="k", v="v", g="log_decay", beta="beta", lamb="lam")
 GOLDEN = sorted(cases.GOLDEN.glob("mesa_*.npz"))
 
 
 @functools.cache
-def golden_runner(implementation, dtype):
+def golden_runner(implementation, solver, dtype):
     def call(inputs, state):
-        o, final_state = cases.mesa(inputs, state=state, max_iters=20, implementation=implementation)
+        options = dict(max_iters=20, implementation=implementation, solver=solver)
+        o, final_state = cases.mesa(inputs, state=state, **options)
         return o, jax.lax.stop_gradient(final_state)
 
     return cases.evaluator(call, dtype=dtype)
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-@pytest.mark.parametrize("implementation, dtype, limit", [("reference", jnp.float64, 1e-12), ("xla", None, 1e-4)])
-def test_golden(path, implementation, dtype, limit):
+@pytest.mark.parametrize(
+    "implementation, solver, dtype, limit",
+    [("reference", "cg", jnp.float64, 1e-12), ("xla", "cg", None, 1e-4), ("xla", "pcg", None, 1e-4)],
+)
+def test_golden(path, implementation, solver, dtype, limit):
     """T = 150, not a multiple of the chunk; values of a public implementation in float64. 20 steps suffice."""
     data = np.load(path)
     inputs = {name: data["in_" + key] for key, name in NAMES.items()}
     zeros = np.zeros(data["out_final_kk"].shape, np.float32), np.zeros(data["out_final_kv"].shape, np.float32)
     with_state = "in_h_kk" in data
-    outputs, (gradients, dstate) = golden_runner(implementation, dtype)(
+    outputs, (gradients, dstate) = golden_runner(implementation, solver, dtype)(
         inputs,
         state=(data["in_h_kk"], data["in_h_kv"]) if with_state else zeros,
         cotangents=[data["cotangent_o"], *zeros],
@@ -50,12 +54,13 @@ def test_golden(path, implementation, dtype, limit):
     assert len(GOLDEN) == 7 and max(errors.values()) < limit, errors
 
 
-def test_gradients_scale_with_the_cotangent():
+@pytest.mark.parametrize("solver", ["cg", "pcg"])
+def test_gradients_scale_with_the_cotangent(solver):
     inputs = shapes.example("mesa", "tiny")
     sizes = shapes.SHAPES["mesa"]["tiny"]
     cotangent = np.random.default_rng(0).standard_normal(inputs["v"].shape).astype(np.float32)
     states = [np.zeros((sizes["B"], sizes["H"], sizes["K"], size), np.float32) for size in (sizes["K"], sizes["V"])]
-    run = cases.evaluator(cases.mesa)
+    run = cases.evaluator(functools.partial(cases.mesa, solver=solver))
 
     def gradients(scale):
         return run(inputs, cotangents=[np.float32(scale) * cotangent, *states])[1][0]
@@ -66,7 +71,8 @@ def test_gradients_scale_with_the_cotangent():
         assert max(errors.values()) < 1e-5, errors
 
 
-def test_repeated_token_stays_finite_and_solved():
+@pytest.mark.parametrize("solver", ["cg", "pcg"])
+def test_repeated_token_stays_finite_and_solved(solver):
     """2048 times the same key, no forgetting: the worst condition number (mesanet.md 1.7.5).
 
     With the keys for values o is H q*, so its error is that of the system's left side: next to the unit query it is the
@@ -78,7 +84,7 @@ def test_repeated_token_stays_finite_and_solved():
     inputs["log_decay"], inputs["beta"] = np.zeros((1, 2048, 1), np.float32), np.ones((1, 2048, 1), np.float32)
     inputs["lam"] = np.full((1, 16), 0.25, np.float32)
 
-    (o, (h_kk, _)), (gradients, _) = cases.evaluate(cases.mesa, inputs)
+    (o, (h_kk, _)), (gradients, _) = cases.evaluate(functools.partial(cases.mesa, solver=solver), inputs)
     assert all(np.all(np.isfinite(x)) for x in gradients.values())
     h_kk, q = h_kk[0, 0].astype(np.float64), inputs["q"][0, -1, 0]
     assert np.linalg.norm(o[0, -1, 0] - h_kk @ np.linalg.solve(h_kk + 0.25 * np.eye(16), q)) < 1e-3
@@ -92,11 +98,14 @@ def systems(*, rows=6, size=24, seed=0):
 
 
 @functools.partial(jax.jit, static_argnames=("max_iters", "tol"))
-def solve(matrices, rhs, **options):
-    def operator(x):
+def solve(matrices, rhs, inverse=None, **options):
+    def times(matrices, x):
         return jnp.einsum("rij,rj->ri", matrices, x, precision="highest")
 
-    return conjugate_gradients(operator, jnp.diagonal(matrices, axis1=1, axis2=2), rhs, **options)
+    operator = functools.partial(times, matrices)
+    if inverse is None:
+        return conjugate_gradients(operator, jnp.diagonal(matrices, axis1=1, axis2=2), rhs, **options)
+    return preconditioned_conjugate_gradients(operator, functools.partial(times, inverse), rhs, **options)
 
 
 def residuals(matrices, rhs, x):
@@ -152,3 +161,58 @@ def test_iterations_of_the_layer():
     assert fixed.iterations.dtype == jnp.int32 and np.all(fixed.iterations == 30)
     assert stopped.iterations.shape == (1, 70, 2) and 2 < stopped.iterations.mean() < 15
     assert np.linalg.norm(stopped.o - fixed.o) < 1e-3 * np.linalg.norm(fixed.o)
+
+
+def test_an_exact_preconditioner_solves_in_one_step_and_a_near_one_in_few():
+    matrices, rhs = systems()
+    exact = jnp.linalg.inv(matrices)
+    x, iterations = solve(matrices, rhs, exact, max_iters=20, tol=1e-4)
+    assert np.all(iterations == 1) and np.all(residuals(matrices, rhs, x) < 1e-4 * np.linalg.norm(rhs, axis=-1))
+    near = jnp.linalg.inv(matrices + 0.1 * jnp.eye(24))
+    x, iterations = solve(matrices, rhs, near, max_iters=20, tol=1e-4)
+    assert np.all(residuals(matrices, rhs, x) < 1.01e-4 * np.linalg.norm(rhs, axis=-1))
+    assert iterations.max() < solve(matrices, rhs, max_iters=20, tol=1e-4).iterations_R.min()
+    assert np.all(solve(matrices, 0 * rhs, near, max_iters=20, tol=1e-4).x_RK == 0)
+
+
+def slow_heads(length=512, size=32, rank=4):
+    """Heads that forget nothing, with keys of low rank: where conjugate gradients need most steps (solver.md)."""
+    rng = np.random.default_rng(0)
+    inputs = shapes.example("mesa", dict(B=1, T=length, H=2, K=size, V=size))
+    unit = lambda x: (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)
+    plane = rng.standard_normal((rank, size))
+    for name in "qk":
+        noise = 0.1 * rng.standard_normal((1, length, 2, size))
+        inputs[name] = unit(rng.standard_normal((1, length, 2, rank)) @ plane + noise)
+    inputs["log_decay"] = np.zeros_like(inputs["log_decay"])
+    return inputs
+
+
+def test_the_preconditioner_saves_most_steps_where_they_are_most():
+    inputs = slow_heads()
+    run = jax.jit(functools.partial(mk.mesa, max_iters=60), static_argnames=("tol", "solver"))
+    exact = run(**inputs, tol=1e-7, solver="cg").o
+    plain, bent = (run(**inputs, tol=1e-4, solver=solver) for solver in ("cg", "pcg"))
+    assert bent.iterations.mean() < plain.iterations.mean() / 3 and bent.iterations.max() < plain.iterations.max() / 2
+    assert np.linalg.norm(bent.o - exact) < 1e-3 * np.linalg.norm(exact)
+
+
+def test_solvers_agree_over_documents_with_states_and_gradients():
+    sizes = shapes.SHAPES["mesa"]["ragged"]
+    inputs, state = shapes.example("mesa", sizes), cases.random_state("mesa", sizes)
+    ids = cases.documents(sizes, 20, 41)
+    run = lambda solver: cases.evaluate(
+        functools.partial(cases.mesa, segment_ids=ids, solver=solver), inputs, state=state
+    )
+    cases.assert_close(run("pcg"), run("cg"), limit=2e-5)
+
+
+def test_preconditioned_decoding_solves_a_token_in_one_step():
+    """One token is a chunk of its own, whose mean matrix is its matrix."""
+    sizes = shapes.SHAPES["mesa"]["tiny"]
+    inputs, state = shapes.example("mesa", sizes), cases.random_state("mesa", sizes)
+    token = {name: x if name == "lam" else x[:, 0] for name, x in inputs.items()}
+    step = mk.mesa_step(**token, state=state, solver="pcg", tol=1e-5)
+    assert np.all(step.iterations == 1)
+    plain = mk.mesa_step(**token, state=state, max_iters=60, tol=1e-6)
+    assert np.linalg.norm(step.o - plain.o) < 1e-4 * np.linalg.norm(plain.o)

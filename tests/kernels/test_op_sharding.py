@@ -37,15 +37,15 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("op", SPECS)
-def test_forward_and_backward_gather_nothing(op):
+@pytest.mark.parametrize("op, options", [*((op, {}) for op in SPECS), ("mesa", {"solver": "pcg"})])
+def test_forward_and_backward_gather_nothing(op, options):
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     inputs = shapes.example(op, {axis: SIZES[axis] for axis in shapes.SHAPES[op]["tiny"]})
     fixed = {name: x for name, x in inputs.items() if not np.issubdtype(x.dtype, np.floating)}
     segments = {} if op == "softmax_cross_entropy" else {"segment_ids": cases.documents(SIZES, 5, 13)}
 
     def loss(changed):
-        outputs = jax.tree.leaves(cases.ALL[op](fixed | changed, **segments, **OPTIONS.get(op, {})))
+        outputs = jax.tree.leaves(cases.ALL[op](fixed | changed, **segments, **OPTIONS.get(op, {}), **options))
         return sum(jnp.sum(jnp.sin(3 * x)) for x in outputs)
 
     changed = {name: x for name, x in inputs.items() if name not in fixed}

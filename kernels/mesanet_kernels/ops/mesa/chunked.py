@@ -23,6 +23,7 @@ from mesanet_kernels.checks import accumulation_dtype
 
 
 class Options(NamedTuple):
+    solver: str
     max_iters: int
     tol: float
     chunk: int

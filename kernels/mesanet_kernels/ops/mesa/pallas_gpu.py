@@ -31,17 +31,18 @@ ROWS = plgpu.Layout.WGMMA
 
 def mesa(options, q_BTHK, k_BTHK, *rest):
     """As `api.mesa`. Raises NotImplementedError where the kernel lacks what the call needs."""
-    missing = lacks(q_BTHK, k_BTHK)
+    missing = lacks(options, q_BTHK, k_BTHK)
     if missing:
         raise NotImplementedError(f"mesa: 'pallas_gpu' {missing}")
     return chunked_lib.mesa(solve, options._replace(chunk=CHUNK), q_BTHK, k_BTHK, *rest)
 
 
-def lacks(q_BTHK, k_BTHK):
+def lacks(options, q_BTHK, k_BTHK):
     """What the call needs and the kernel has not, as the end of a sentence; "" where it can do it."""
     halves = (jnp.bfloat16, jnp.float16)
     reasons = {
         "needs an NVIDIA Hopper GPU": jax.default_backend() != "gpu" or jax.devices()[0].compute_capability != "9.0",
+        f"has no solver {options.solver!r}": options.solver != "cg",
         "needs q and k in bfloat16 or float16": q_BTHK.dtype not in halves or k_BTHK.dtype not in halves,
         f"needs a key size in {KEY_SIZES}": k_BTHK.shape[-1] not in KEY_SIZES,
     }

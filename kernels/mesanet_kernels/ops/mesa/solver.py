@@ -24,6 +24,7 @@ class _Iterate(NamedTuple):
     residual_RK: jax.Array
     direction_RK: jax.Array  # x itself in a row that restarts
     delta_R: jax.Array  # squared norm of the residual
+    rho_R: jax.Array  # product of the residual and the preconditioned one
     floor_R: jax.Array  # below it, delta says nothing about the true residual
     restart_R: jax.Array
     iterations_R: jax.Array
@@ -49,14 +50,35 @@ def conjugate_gradients(operator: Callable, diagonal_RK, rhs_RK, *, max_iters: i
       x [R, K] in rhs's dtype and the steps each row took, int32 [R].
     """
     unit_RK, norm_R1 = normalize(rhs_RK)
-    x_RK = unit_RK / diagonal_RK
-    residual_RK = unit_RK - operator(x_RK)
-    delta_R = _squared_norm(residual_RK)
+    start_RK = unit_RK / diagonal_RK
+    residual_RK = unit_RK - operator(start_RK)
+    problem = operator, lambda r_RK: r_RK, unit_RK
+    x_RK, iterations_R = _iterate(problem, start_RK, residual_RK, max_iters=max_iters, tol=tol)
+    return Solution(x_RK * norm_R1, iterations_R)
+
+
+def preconditioned_conjugate_gradients(operator, precondition, rhs_RK, *, max_iters, tol) -> Solution:
+    """As `conjugate_gradients`, but from zero, and with directions bent by `precondition`, an approximate inverse.
+
+    A row stops once its residual is at most `tol` times its right-hand side.
+
+    Args:
+      precondition: [R, K] -> [R, K], symmetric positive definite and linear in each row.
+    """
+    unit_RK, norm_R1 = normalize(rhs_RK)
+    problem = operator, precondition, unit_RK
+    x_RK, iterations_R = _iterate(problem, jnp.zeros_like(unit_RK), unit_RK, max_iters=max_iters, tol=tol)
+    return Solution(x_RK * norm_R1, iterations_R)
+
+
+def _iterate(problem, x_RK, residual_RK, *, max_iters, tol) -> Solution:
+    _, precondition, _ = problem
+    delta_R, direction_RK = _squared_norm(residual_RK), precondition(residual_RK)
     stop_R = tol * tol * delta_R
 
     def advance(state):
         active_R = state.delta_R > stop_R if tol > 0 else jnp.ones_like(state.restart_R)
-        return _advance(operator, unit_RK, active_R, state)
+        return _advance(problem, active_R, state)
 
     def unfinished(state):
         return (state.step < max_iters) & jnp.any(state.delta_R > stop_R)
@@ -65,8 +87,9 @@ def conjugate_gradients(operator: Callable, diagonal_RK, rhs_RK, *, max_iters: i
         step=jnp.int32(0),
         x_RK=x_RK,
         residual_RK=residual_RK,
-        direction_RK=residual_RK,
+        direction_RK=direction_RK,
         delta_R=delta_R,
+        rho_R=jnp.sum(residual_RK * direction_RK, axis=-1),
         floor_R=_rounding_floor(delta_R),
         restart_R=jnp.zeros(delta_R.shape, bool),
         iterations_R=jnp.zeros(delta_R.shape, jnp.int32),
@@ -75,30 +98,33 @@ def conjugate_gradients(operator: Callable, diagonal_RK, rhs_RK, *, max_iters: i
         state = jax.lax.while_loop(unfinished, advance, state)
     else:  # no test, hence no reduction over a mesh, in each step
         state = jax.lax.fori_loop(0, max_iters, lambda _, state: advance(state), state)
-    return Solution(state.x_RK * norm_R1, state.iterations_R)
+    return Solution(state.x_RK, state.iterations_R)
 
 
-def _advance(operator, unit_RK, active_R, state):
+def _advance(problem, active_R, state):
     """One step of every active row; the others stay bitwise as they are (steps of length 0)."""
+    operator, precondition, unit_RK = problem
     restart_R = state.restart_R & active_R
     image_RK = operator(state.direction_RK)
     curvature_R = jnp.sum(state.direction_RK * image_RK, axis=-1)
-    length_R = _divide(state.delta_R, curvature_R, active_R & ~state.restart_R)
+    length_R = _divide(state.rho_R, curvature_R, active_R & ~state.restart_R)
     x_RK = state.x_RK + length_R[..., None] * state.direction_RK
     residual_RK = jnp.where(
         restart_R[..., None], unit_RK - image_RK, state.residual_RK - length_R[..., None] * image_RK
     )
-    delta_R = _squared_norm(residual_RK)
+    bent_RK = precondition(residual_RK)
+    delta_R, rho_R = _squared_norm(residual_RK), jnp.sum(residual_RK * bent_RK, axis=-1)
     floor_R = jnp.where(restart_R, _rounding_floor(delta_R), state.floor_R)
     next_restart_R = ~state.restart_R & (delta_R <= floor_R)
-    momentum_R = _divide(delta_R, state.delta_R, ~state.restart_R)
-    direction_RK = jnp.where(next_restart_R[..., None], x_RK, residual_RK + momentum_R[..., None] * state.direction_RK)
+    momentum_R = _divide(rho_R, state.rho_R, ~state.restart_R)
+    direction_RK = jnp.where(next_restart_R[..., None], x_RK, bent_RK + momentum_R[..., None] * state.direction_RK)
     return _Iterate(
         state.step + 1,
         x_RK,
         residual_RK,
         direction_RK,
         delta_R,
+        rho_R,
         floor_R,
         next_restart_R,
         state.iterations_R + active_R.astype(jnp.int32),
