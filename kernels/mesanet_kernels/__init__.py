@@ -10,6 +10,7 @@ from mesanet_kernels.ops.linear_scan.api import linear_scan, linear_scan_step
 from mesanet_kernels.ops.mesa.api import MesaOutput, mesa, mesa_step
 from mesanet_kernels.ops.mlstm.api import mlstm, mlstm_step
 from mesanet_kernels.ops.softmax_cross_entropy.api import softmax_cross_entropy
+from mesanet_kernels.partition import use_mesh_axes
 
 __all__ = [
     "AttentionState",
@@ -33,4 +34,5 @@ __all__ = [
     "mlstm",
     "mlstm_step",
     "softmax_cross_entropy",
+    "use_mesh_axes",
 ]

@@ -10,7 +10,7 @@ import numpy as np
 from mesanet_jax.errors import UserError
 from mesanet_jax.flops import Flops, products, solves
 from mesanet_jax.layers import param
-from mesanet_jax.mixers.controlled import PARALLEL_FIELDS, PROJECTION_FIELDS, Controlled
+from mesanet_jax.mixers.controlled import EMPTY, PARALLEL_FIELDS, PROJECTION_FIELDS, Controlled
 from mesanet_jax.mixers.gates import DECAY_FIELDS
 from mesanet_jax.schema import Field
 from mesanet_kernels import mesa, mesa_step
@@ -26,11 +26,11 @@ class Mesa(Controlled):
         **DECAY_FIELDS,
         "lambda_floor": Field(0.25, "lower bound of the ridge lambda (G.5)", at_least=0.0, fixed=True),
         "lambda_init": Field(1.0, "initial lambda, above the floor (G.5)", fixed=True),
-        "solver": Field("cg", "linear solver of the kernel library", choices=("cg",)),
+        "solver": Field("cg", "linear solver of the kernel library", choices=("cg", "pcg")),
         "max_iters": Field(30, "solver iterations at most, in training, evaluation and decoding alike", at_least=1),
         "tol": Field(0.0, "stop a row at this residual relative to its first; 0: always max_iters", at_least=0.0),
         **PARALLEL_FIELDS,
-        "implementation": Field(None, "backend of the kernel library; none: the best that applies", kind=str, choices=("reference", "xla", "pallas_gpu")),
+        "implementation": Field(None, "backend of the kernel library; none: the best that applies", kind=str, choices=("reference", "xla", "pallas_gpu", "pallas_tpu")),
     }  # fmt: skip
 
     @classmethod
@@ -56,12 +56,26 @@ class Mesa(Controlled):
     def _lambda(self):
         return self.lambda_floor + jax.nn.softplus(self.lambda_raw[...])
 
-    def _mix(self, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, *, memory, segment_ids):
-        o_BTHV, memory, _ = mesa(
+    def _mix(self, *args, **kwargs):
+        return self._mesa(*args, **kwargs)[:2]
+
+    def _mesa(self, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, *, memory, segment_ids):
+        return mesa(
             q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, self._lambda(),
             segment_ids=segment_ids, initial_state=memory, **self.solve, **self.parallel,
         )  # fmt: skip
-        return o_BTHV, memory
+
+    def observe(self, x_BTD, segment_ids_BT):
+        """The layer's output, and {"solver_iterations": mean steps of each head's solves [H]} where these may differ."""
+        seen = {}
+
+        def mix(*args, **kwargs):
+            o_BTHV, memory, iterations_BTH = self._mesa(*args, **kwargs)
+            if self.solve["tol"] > 0:
+                seen["solver_iterations"] = jnp.mean(iterations_BTH.astype(jnp.float32), axis=(0, 1))
+            return o_BTHV, memory
+
+        return self._run_row(x_BTD, EMPTY, segment_ids=segment_ids_BT, mix=mix)[0], seen
 
     def _mix_token(self, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, *, memory):
         o_BHV, memory, _ = mesa_step(

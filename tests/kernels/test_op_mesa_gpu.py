@@ -1,60 +1,19 @@
 """Mesa's solve as a Mosaic GPU kernel: in the GPU interpreter and lowered for CUDA here, and run where there is a GPU."""
 
-import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from mesa_systems import KEYS, systems
 from op_cases import assert_close, documents, evaluate, evaluator, mesa, random_state, rounded
 
 from mesanet_kernels.ops.mesa import pallas_gpu
 from mesanet_kernels.shapes import example
 
-CHUNKS, HEADS = 2, 2
-KEYS = ("random", "low rank", "one token repeated")
-
-
-def systems(keys, size, *, seed=0):
-    """The kernel's arguments for keys of a kind, and the exact solutions [R, C, K]."""
-    rng = np.random.default_rng(seed)
-    chunk, earlier = pallas_gpu.CHUNK, 500
-    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
-    draw = lambda *shape: rng.standard_normal((CHUNKS, *shape))
-    few = draw(6, size)
-    make = {
-        "random": lambda count: draw(count, size),
-        "low rank": lambda count: draw(count, 6) @ few + 0.1 * draw(count, size),
-        "one token repeated": lambda count: np.broadcast_to(few[:, :1], (CHUNKS, count, size)),
-    }[keys]
-    half = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
-    k_RCK, past_RTK = half(unit(make(chunk))), half(unit(make(earlier)))
-    unit_RCK = np.float32(unit(draw(chunk, size)))
-    lam_HK = np.float32(rng.uniform(0.25, 1.25, (HEADS, size)))
-    age_CC = np.arange(chunk)[:, None] - np.arange(chunk)
-    intra_RCC = np.float32(
-        np.where(age_CC >= 0, 0.999 ** np.maximum(age_CC, 0), 0) * rng.uniform(0, 1, (CHUNKS, 1, chunk))
-    )
-    enter_RC = np.float32(0.999 ** np.arange(1, chunk + 1)) * np.ones((CHUNKS, 1), np.float32)
-    state_RKK = np.float32(0.5 * np.einsum("rtk,rtl->rkl", past_RTK, past_RTK))
-    high_RKK = np.float16(state_RKK)
-    matrices_RCKK = np.einsum("rts,rsk,rsl->rtkl", np.float64(intra_RCC), k_RCK, k_RCK)
-    matrices_RCKK += enter_RC[..., None, None] * np.float64(state_RKK)[:, None]
-    matrices_RCKK += np.stack([np.diag(lam_HK[r % HEADS]) for r in range(CHUNKS)])[:, None]
-    start_RCK = unit_RCK / np.einsum("rtkk->rtk", matrices_RCKK)
-    exact_RCK = np.linalg.solve(matrices_RCKK, unit_RCK[..., None])[..., 0]
-    arrays = (
-        unit_RCK,
-        np.float32(start_RCK),
-        np.float16(k_RCK),
-        high_RKK,
-        np.float16(state_RKK - high_RKK),
-        intra_RCC,
-        enter_RC,
-        lam_HK,
-    )
-    return [jnp.asarray(x) for x in arrays], exact_RCK
+systems_of = partial(systems, chunk=pallas_gpu.CHUNK, half=pallas_gpu.HALF)
 
 
 @pytest.fixture
@@ -83,7 +42,7 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize("keys", KEYS)
 def test_kernel_solves(interpreted, keys):
     """Also the systems that are hard for float16: 5e-4 is a tenth of what bfloat16 inputs are allowed (kernel-api.md)."""
-    arrays, exact_RCK = systems(keys, 64)
+    arrays, exact_RCK = systems_of(keys, 64)
     x_RCK, iterations_RC = pallas_gpu._kernel(*arrays, max_iters=30, tol=0.0)
     assert np.linalg.norm(x_RCK - exact_RCK) < 5e-4 * np.linalg.norm(exact_RCK)
     assert iterations_RC.max() <= 30
@@ -95,7 +54,7 @@ def test_kernel_solves(interpreted, keys):
 @pytest.mark.parametrize("size", pallas_gpu.KEY_SIZES)
 @pytest.mark.parametrize("tol", [0.0, 1e-3])
 def test_kernel_lowers_for_cuda(size, tol):
-    arrays, _ = systems("random", size)
+    arrays, _ = systems_of("random", size)
     run = jax.jit(lambda *arrays: pallas_gpu._kernel(*arrays, max_iters=30, tol=tol))
     assert "mosaic_gpu" in run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -135,33 +94,6 @@ def test_gradients_do_not_depend_on_the_cotangents_scale_on_a_gpu():
 @pytest.mark.parametrize("keys", KEYS)
 def test_hard_systems_on_a_gpu(keys):
     for size in pallas_gpu.KEY_SIZES:
-        arrays, exact_RCK = systems(keys, size)
+        arrays, exact_RCK = systems_of(keys, size)
         x_RCK, _ = jax.jit(lambda *arrays: pallas_gpu._kernel(*arrays, max_iters=30, tol=0.0))(*arrays)
         assert np.linalg.norm(x_RCK - exact_RCK) < 2e-3 * np.linalg.norm(exact_RCK)
-
-
-def test_a_mesh_splits_rows_and_heads_and_moves_nothing(monkeypatch):
-    """The partitioning rule, with a function in the kernel's place that mixes what belongs together."""
-
-    def stand_in(unit, start, k, high, low, intra, enter, lam_HK, *, max_iters, tol):
-        heads_RK = lam_HK[jnp.arange(len(unit)) % len(lam_HK)]
-        x_RCK = intra @ (unit + start * k) + enter[..., None] * (unit @ (high + low)) + heads_RK[:, None]
-        return x_RCK, jnp.full(enter.shape, max_iters, jnp.int32)
-
-    monkeypatch.setattr(pallas_gpu, "_kernel", stand_in)
-    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    rng = np.random.default_rng(0)
-    axes = ("NBHCK", "NBHCK", "NBHCK", "NBHKK", "NBHKK", "NBHCC", "NBHC", "HK")
-    sizes = dict(N=3, B=4, H=2, C=5, K=6)
-    arrays = [jnp.asarray(rng.standard_normal([sizes[axis] for axis in names]), jnp.float32) for names in axes]
-    split = {"B": "data", "H": "tensor"}
-    placed = [
-        jax.device_put(x, jax.NamedSharding(mesh, jax.P(*(split.get(axis) for axis in names))))
-        for x, names in zip(arrays, axes, strict=True)
-    ]
-    run = jax.jit(lambda *arrays: pallas_gpu._partitioned(*arrays, 3, 0.0))
-    x_NBHCK, iterations_NBHC = run(*placed)
-    assert x_NBHCK.sharding.is_equivalent_to(placed[0].sharding, 5)
-    assert iterations_NBHC.shape == (3, 4, 2, 5)
-    assert not re.search("all-|collective-permute", run.lower(*placed).compile().as_text())
-    np.testing.assert_allclose(x_NBHCK, run(*arrays)[0], rtol=1e-6)

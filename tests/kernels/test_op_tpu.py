@@ -13,28 +13,33 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from test_op_sharding import SPECS
 
-from mesanet_kernels import shapes
+from mesanet_kernels import partition, shapes
 
 SIZES = dict(B=4, T=512, H=4, J=4, K=128, V=128, D=256, W=4, N=64)
 
 
-@pytest.fixture(scope="module")
-def tpu_mesh():
+def compiler_topology(name):
+    """The devices of a topology that exists for the TPU compiler only."""
     sys.path.append(os.environ.get("MESANET_TPU_COMPILER", ""))  # `make test-all` installs it beside the environment
     pytest.importorskip("libtpu", reason="the TPU compiler is optional: `make test-all` installs it")
-    for name, value in (
+    for variable, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("TPU_WORKER_HOSTNAMES", "localhost"),
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
     ):
-        os.environ.setdefault(name, value)
-    devices = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu").devices
-    return Mesh(np.array(devices).reshape(2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+        os.environ.setdefault(variable, value)
+    return topologies.get_topology_desc(topology_name=name, platform="tpu").devices
+
+
+@pytest.fixture(scope="module")
+def tpu_mesh():
+    devices = np.array(compiler_topology("v5e:2x2")).reshape(2, 2)
+    return Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", SPECS)
-def test_compiles_for_v5e(op, tpu_mesh):
+def test_compiles_for_v5e(op, tpu_mesh, monkeypatch):
     inputs = shapes.example(op, {axis: SIZES[axis] for axis in shapes.SHAPES[op]["tiny"]})
 
     def abstract(name, x):
@@ -49,6 +54,8 @@ def test_compiles_for_v5e(op, tpu_mesh):
         return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(cases.ALL[op](fixed | floating)))
 
     step = jax.jit(jax.grad(loss), out_shardings={name: x.sharding for name, x in floating.items()})
-    compiled = step.trace(floating, fixed).lower(lowering_platforms=("tpu",)).compile()
+    monkeypatch.setattr(partition, "_axes", {"B": ("data",), "H": ("tensor",)})
+    with jax.sharding.use_abstract_mesh(tpu_mesh.abstract_mesh):
+        compiled = step.trace(floating, fixed).lower(lowering_platforms=("tpu",)).compile()
     moved = set(re.findall(r"\b(all-gather|all-to-all|collective-permute)", compiled.as_text()))
     assert not moved, moved

@@ -10,18 +10,27 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels import checks, chunks
-from mesanet_kernels.ops.mesa import chunked, pallas_gpu, reference, xla
+from mesanet_kernels.ops.mesa import chunked, pallas_gpu, pallas_tpu, reference, xla
+
+KERNELS = {"cuda": pallas_gpu, "tpu": pallas_tpu}
 
 
-def _automatic(options, q, k, v, *rest):
+def _automatic(options, q, k, *rest):
     """By the platform that is lowered for, which need not be the one that traces; short rows would fill no chunk."""
-    if pallas_gpu.lacks(options, q, k) or q.shape[1] < pallas_gpu.CHUNK:
-        return xla.mesa(options, q, k, v, *rest)
-    run = {"cuda": partial(pallas_gpu.mesa, options), "default": partial(xla.mesa, options)}
-    return jax.lax.platform_dependent(q, k, v, *rest, **run)
+    run = {
+        platform: partial(kernel.mesa, options)
+        for platform, kernel in KERNELS.items()
+        if not kernel.lacks(options, q, k) and q.shape[1] >= kernel.CHUNK
+    }
+    return jax.lax.platform_dependent(q, k, *rest, **run, default=partial(xla.mesa, options))
 
 
-IMPLEMENTATIONS = {"reference": reference.mesa, "xla": xla.mesa, "pallas_gpu": pallas_gpu.mesa}
+IMPLEMENTATIONS = {
+    "reference": reference.mesa,
+    "xla": xla.mesa,
+    "pallas_gpu": pallas_gpu.mesa,
+    "pallas_tpu": pallas_tpu.mesa,
+}
 SOLVERS = ("cg", "pcg")
 
 
@@ -73,7 +82,8 @@ def mesa(
       chunk_size: tokens computed as one dense block, rounded up to a power of two; does not change the result.
         Default 64.
       implementation: "reference" (exact dense solve; ignores max_iters and tol and reports 0 iterations), "xla",
-        "pallas_gpu" (NVIDIA Hopper, q and k bfloat16 or float16, K 64 or 128; chunks of 64), or None for the best.
+        "pallas_gpu" (NVIDIA Hopper, q and k bfloat16 or float16, K 64 or 128; chunks of 64), "pallas_tpu" (q and k
+        bfloat16, K 64 or 128; chunks of 128), or None for the best.
 
     Raises:
       ValueError: shapes or dtypes that do not fit. NotImplementedError: an unknown implementation or solver.

@@ -14,18 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mesanet_kernels.ops.mesa import chunked as chunked_lib
-from mesanet_kernels.ops.mesa.solver import Solution, normalize
+from mesanet_kernels.ops.mesa import fused
+from mesanet_kernels.ops.mesa.fused import ROUNDING
 
 CHUNK = 64  # rows of a warpgroup's matrix instruction
 KEY_SIZES = (64, 128)
 HALF = jnp.float16
 HALF_BITS = 13  # the mantissa bits that float32 has more than float16
-LARGEST_STATE = 2.0**14  # of a matrix in float16, with room for the decay and the sum of both parts
-ROUNDING = float(jnp.finfo(jnp.float32).eps)
 ROWS = plgpu.Layout.WGMMA
 
 
@@ -34,7 +32,7 @@ def mesa(options, q_BTHK, k_BTHK, *rest):
     missing = lacks(options, q_BTHK, k_BTHK)
     if missing:
         raise NotImplementedError(f"mesa: 'pallas_gpu' {missing}")
-    return chunked_lib.mesa(solve, options._replace(chunk=CHUNK), q_BTHK, k_BTHK, *rest)
+    return chunked_lib.mesa(_solve, options._replace(chunk=CHUNK), q_BTHK, k_BTHK, *rest)
 
 
 def lacks(options, q_BTHK, k_BTHK):
@@ -49,60 +47,8 @@ def lacks(options, q_BTHK, k_BTHK):
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-def solve(options, chunked, rhs_NBHCK):
-    """(H_t + Lambda)^{-1} rhs_t for every token."""
-    unit_NBHCK, norm_NBHC1 = normalize(rhs_NBHCK)
-    start_NBHCK = unit_NBHCK / chunked_lib.diagonal(chunked)
-    h_kk_NBHKK = chunked.h_kk_NBHKK
-    size_NBH = jnp.maximum(jnp.max(jnp.abs(h_kk_NBHKK), axis=(-2, -1)) / LARGEST_STATE, 1.0)
-    scaled_NBHKK = h_kk_NBHKK / size_NBH[..., None, None]
-    high_NBHKK = lax.reduce_precision(
-        scaled_NBHKK, exponent_bits=5, mantissa_bits=10
-    )  # a cast there and back may vanish
-    x_NBHCK, iterations_NBHC = _partitioned(
-        unit_NBHCK,
-        start_NBHCK,
-        chunked.k_NBHCK.astype(HALF),
-        high_NBHKK.astype(HALF),
-        (scaled_NBHKK - high_NBHKK).astype(HALF),
-        chunked.weights.intra_NBHCC,
-        chunked.weights.enter_NBHC * size_NBH[..., None],
-        chunked.lam_HK,
-        options.max_iters,
-        options.tol,
-    )
-    if options.tol == 0:  # rows that rest at rounding error have had all their steps
-        iterations_NBHC = jnp.full_like(iterations_NBHC, options.max_iters)
-    return Solution(x_NBHCK * norm_NBHC1, iterations_NBHC)
-
-
-@partial(custom_partitioning, static_argnums=(8, 9))
-def _partitioned(
-    unit_NBHCK, start_NBHCK, k_NBHCK, high_NBHKK, low_NBHKK, intra_NBHCC, enter_NBHC, lam_HK, max_iters, tol
-):
-    """The kernel over all chunks, rows and heads, of which a mesh may split any."""
-    leading = k_NBHCK.shape[:3]
-    flat = lambda x: x.reshape(-1, *x.shape[3:])
-    arrays = map(flat, (unit_NBHCK, start_NBHCK, k_NBHCK, high_NBHKK, low_NBHKK, intra_NBHCC, enter_NBHC))
-    x_RCK, iterations_RC = _kernel(*arrays, lam_HK, max_iters=max_iters, tol=tol)
-    return x_RCK.reshape(*leading, *x_RCK.shape[1:]), iterations_RC.reshape(*leading, -1)
-
-
-def _partition(max_iters, tol, mesh, arguments, results):
-    shardings = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
-    run = lambda *arrays: _partitioned.fun(*arrays, max_iters, tol)
-    return mesh, run, shardings(results), shardings(arguments)
-
-
-_partitioned.def_partition(
-    partition=_partition,
-    sharding_rule="n b h c k, n b h c k, n b h c k, n b h k l, n b h k l, n b h c d, n b h c, h k -> n b h c k, n b h c",
-    need_replication_factors=("c", "k", "l", "d"),
-)
-
-
 def _kernel(unit_RCK, start_RCK, k_RCK, high_RKK, low_RKK, intra_RCC, enter_RC, lam_HK, *, max_iters, tol):
-    """(x [R,C,K] float32, iterations [R,C] int32) of the systems with right-hand sides of unit rows."""
+    """The kernel, as `fused` calls it."""
     chunks, chunk, size = unit_RCK.shape
     sum_of_rows = lambda x_CK: jnp.sum(x_CK, axis=1)
     per_row = lambda x_C: lax.broadcast_in_dim(x_C, (chunk, size), [0])
@@ -206,3 +152,6 @@ def _divide(a, b, valid):
     """a / b; 0 where not valid or b is not positive."""
     valid = valid & (b > 0)
     return jnp.where(valid, a / jnp.where(valid, b, 1.0), 0.0)
+
+
+_solve = partial(fused.solve, _kernel, HALF)

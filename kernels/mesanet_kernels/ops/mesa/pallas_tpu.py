@@ -1,0 +1,166 @@
+"""Mesa's solve on TPUs: one kernel for all iterations, a few heads of a chunk at a time (Pallas, Mosaic TPU).
+
+Iterations are a chain of dependent products, so the heads of a step are interleaved to keep the matrix unit busy. What
+they need stays in VMEM. The matrix unit multiplies bfloat16: keys are exact in it, all else is a sum of two parts, and
+products of two small parts are left out (16 bits remain; mesanet.md 1.7.3).
+
+R chunks of all rows and heads (N*B*H), G of them in a step, C tokens of a chunk, H heads, K key size.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from mesanet_kernels.ops.mesa import chunked as chunked_lib
+from mesanet_kernels.ops.mesa import fused
+from mesanet_kernels.ops.mesa.fused import ROUNDING
+
+CHUNK = 128  # rows of the matrix unit
+KEY_SIZES = (64, 128)
+HALF = jnp.bfloat16
+HEADS = (4, 2, 1)  # of a step: the most that divide the heads
+
+
+def mesa(options, q_BTHK, k_BTHK, *rest):
+    """As `api.mesa`. Raises NotImplementedError where the kernel lacks what the call needs."""
+    missing = lacks(options, q_BTHK, k_BTHK)
+    if missing:
+        raise NotImplementedError(f"mesa: 'pallas_tpu' {missing}")
+    return chunked_lib.mesa(_solve, options._replace(chunk=CHUNK), q_BTHK, k_BTHK, *rest)
+
+
+def lacks(options, q_BTHK, k_BTHK):
+    """What the call needs and the kernel has not, as the end of a sentence; "" where it can do it."""
+    reasons = {
+        f"has no solver {options.solver!r}": options.solver != "cg",
+        "needs q and k in bfloat16": q_BTHK.dtype != HALF or k_BTHK.dtype != HALF,
+        f"needs a key size in {KEY_SIZES}": k_BTHK.shape[-1] not in KEY_SIZES,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def _kernel(
+    unit_RCK, start_RCK, k_RCK, high_RKK, low_RKK, intra_RCC, enter_RC, lam_HK, *, max_iters, tol, interpret=False
+):
+    """The kernel, as `fused` calls it; `interpret` as in `pl.pallas_call`."""
+    systems, chunk, size = unit_RCK.shape
+    heads = lam_HK.shape[0]
+    group = next(count for count in HEADS if heads % count == 0)
+
+    def kernel(unit, start, k, high, low, intra, enter, lam, x_out, iterations_out, residual, direction):
+        every = range(group)
+        enter_GC1 = [_column(enter[g], chunk) for g in every]
+
+        def image(g, p_CK):
+            """H_t p_t."""
+            weighted_CC = _times(p_CK, k[g], transposed=True) * intra[g]
+            entering_high, entering_low = _in_two_parts(p_CK * enter_GC1[g])
+            inside_CK = _times(weighted_CC, k[g])
+            return inside_CK + _dot(entering_high, high[g]) + _dot(entering_low, high[g]) + _dot(entering_high, low[g])
+
+        deltas = []
+        for g in every:
+            x_CK = start[g]
+            residual_CK = unit[g] - image(g, x_CK) - lam[g] * x_CK
+            x_out[g] = x_CK
+            residual[g], direction[g] = residual_CK, residual_CK
+            deltas.append(_sum_of_rows(residual_CK * residual_CK))
+        stops = [max(tol, ROUNDING) ** 2 * delta_C1 for delta_C1 in deltas]
+
+        def unfinished(state):
+            step, deltas, _ = state
+            left = sum(jnp.max(delta_C1 - stop_C1) > 0 for delta_C1, stop_C1 in zip(deltas, stops, strict=True))
+            return (step < max_iters) & (left > 0)
+
+        def advance(state):
+            step, deltas, counts = state
+            next_deltas, next_counts = [], []
+            for g, (delta_C1, stop_C1, count_C1) in enumerate(zip(deltas, stops, counts, strict=True)):
+                active_C1 = delta_C1 > stop_C1
+                direction_CK = direction[g]
+                image_CK = image(g, direction_CK) + lam[g] * direction_CK
+                curvature_C1 = _sum_of_rows(direction_CK * image_CK)
+                length_C1 = _divide(delta_C1, curvature_C1, active_C1)
+                x_out[g] += length_C1 * direction_CK
+                residual_CK = residual[g] - length_C1 * image_CK
+                next_C1 = jnp.where(active_C1, _sum_of_rows(residual_CK * residual_CK), delta_C1)
+                residual[g] = residual_CK
+                direction[g] = residual_CK + _divide(next_C1, delta_C1, active_C1) * direction_CK
+                next_deltas.append(next_C1)
+                next_counts.append(count_C1 + active_C1.astype(jnp.int32))
+            return step + 1, next_deltas, next_counts
+
+        none = [jnp.zeros((chunk, 1), jnp.int32) for _ in every]
+        *_, counts = lax.while_loop(unfinished, advance, (jnp.int32(0), deltas, none))
+        for g in every:
+            iterations_out[g] = _row(counts[g], chunk)
+
+    of_step = lambda *shape: pl.BlockSpec((group, *shape), lambda step: (step, 0, 0))
+    of_heads = pl.BlockSpec((group, 1, size), lambda step: (step % (heads // group), 0, 0))
+    x_RCK, iterations_R1C = pl.pallas_call(
+        kernel,
+        grid=(systems // group,),
+        in_specs=[
+            of_step(chunk, size),
+            of_step(chunk, size),
+            of_step(chunk, size),
+            of_step(size, size),
+            of_step(size, size),
+            of_step(chunk, chunk),
+            of_step(1, chunk),
+            of_heads,
+        ],
+        out_specs=[of_step(chunk, size), of_step(1, chunk)],
+        out_shape=[
+            jax.ShapeDtypeStruct(unit_RCK.shape, jnp.float32),
+            jax.ShapeDtypeStruct((systems, 1, chunk), jnp.int32),
+        ],
+        scratch_shapes=[pltpu.VMEM((group, chunk, size), jnp.float32)] * 2,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=64 * 2**20),
+        interpret=interpret,
+    )(unit_RCK, start_RCK, k_RCK, high_RKK, low_RKK, intra_RCC, enter_RC[:, None], lam_HK[:, None])
+    return x_RCK, iterations_R1C[:, 0]
+
+
+_solve = partial(fused.solve, _kernel, HALF)
+
+
+def _times(x, exact, *, transposed=False):
+    """x @ exact, or x @ exact.T, with x in two parts."""
+    high, low = _in_two_parts(x)
+    return _dot(high, exact, transposed=transposed) + _dot(low, exact, transposed=transposed)
+
+
+def _dot(a, b, *, transposed=False):
+    contracting = ((1,), (1 if transposed else 0,))
+    return lax.dot_general(a, b, (contracting, ((), ())), preferred_element_type=jnp.float32)
+
+
+def _in_two_parts(x):
+    """x as its leading 8 bits, cut and not rounded (a cast there and back does not compile), and the rest."""
+    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16)), jnp.float32)
+    return high.astype(HALF), (x - high).astype(HALF)
+
+
+def _sum_of_rows(x_CK):
+    return jnp.sum(x_CK, axis=1, keepdims=True)
+
+
+def _column(x_1C, chunk):
+    """[1, C] -> [C, 1]."""
+    return jnp.broadcast_to(x_1C, (chunk, chunk)).T[:, :1]
+
+
+def _row(x_C1, chunk):
+    """[C, 1] -> [1, C]."""
+    return jnp.broadcast_to(x_C1, (chunk, chunk)).T[:1]
+
+
+def _divide(a, b, valid):
+    """a / b; 0 where not valid or b is not positive."""
+    valid = valid & (b > 0)
+    return jnp.where(valid, a / jnp.where(valid, b, 1.0), 0.0)
