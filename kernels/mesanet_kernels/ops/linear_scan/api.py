@@ -3,12 +3,21 @@
 B batch, T time, D channels.
 """
 
+import jax
 import jax.numpy as jnp
 
 from mesanet_kernels import checks
-from mesanet_kernels.ops.linear_scan import reference, xla
+from mesanet_kernels.ops.linear_scan import pallas_tpu, reference, xla
 
-IMPLEMENTATIONS = {"reference": reference.linear_scan, "xla": xla.linear_scan}
+
+def _automatic(x, a, *rest):
+    """By the platform that is lowered for, which need not be the one that traces."""
+    if pallas_tpu.lacks(x, a) or x.shape[1] < pallas_tpu.ROWS:
+        return xla.linear_scan(x, a, *rest)
+    return jax.lax.platform_dependent(x, a, *rest, tpu=pallas_tpu.linear_scan, default=xla.linear_scan)
+
+
+IMPLEMENTATIONS = {"reference": reference.linear_scan, "xla": xla.linear_scan, "pallas_tpu": pallas_tpu.linear_scan}
 
 
 def linear_scan(x, a, *, segment_ids=None, initial_state=None, implementation=None):
@@ -23,15 +32,15 @@ def linear_scan(x, a, *, segment_ids=None, initial_state=None, implementation=No
       a: [B, T, D], decays between -1 and 1; larger ones grow without bound. Best float32 where x is bfloat16.
       segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
       initial_state: [B, D]; belongs to the first token's document. Default zero.
-      implementation: "reference", "xla", or None for the best that supports the call.
+      implementation: "reference", "xla", "pallas_tpu" (float32 sums), or None for the best that supports the call.
 
     Returns:
       (h [B, T, D] in x's dtype, final state [B, D] float32).
 
     Raises:
-      ValueError: shapes or dtypes that do not fit. NotImplementedError: unknown implementation.
+      ValueError: shapes or dtypes that do not fit. NotImplementedError: the implementation lacks what is asked.
     """
-    run = checks.choose("linear_scan", implementation, IMPLEMENTATIONS, best="xla")
+    run = checks.choose("linear_scan", implementation, IMPLEMENTATIONS | {None: _automatic}, best=None)
     sizes = _check_arrays("linear_scan", "BTD", x, a, initial_state)
     segment_ids = checks.segments("linear_scan", segment_ids, sizes)
     dtype = checks.accumulation_dtype(x, a)

@@ -6,49 +6,20 @@ tree keeps a device busy where one token at a time would not.
 B batch, T time, N chunks, C tokens of a chunk, D channels.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from mesanet_kernels import chunks
-from mesanet_kernels.checks import accumulation_dtype
+from mesanet_kernels.ops.linear_scan import differentiable
 
 
-@jax.custom_vjp
-def linear_scan(x_BTD, a_BTD, state_BD, segment_ids_BT):
-    """Returns (h [B,T,D], final state [B,D]); `api.linear_scan` says what each argument is."""
-    return _forward(x_BTD, a_BTD, state_BD, segment_ids_BT)[0]
-
-
-def _forward(x_BTD, a_BTD, state_BD, segment_ids_BT):
-    dtype = accumulation_dtype(x_BTD, a_BTD)
-    decay_BTD = jnp.where(_starts(segment_ids_BT), 0, a_BTD.astype(dtype))
-    h_BTD = _scan(x_BTD.astype(dtype), decay_BTD, state_BD)
-    templates = jnp.zeros((), x_BTD.dtype), jnp.zeros((), a_BTD.dtype)  # the dtypes of the gradients
-    return (h_BTD.astype(x_BTD.dtype), h_BTD[:, -1]), (decay_BTD, h_BTD, state_BD, segment_ids_BT, templates)
-
-
-def _backward(saved, cotangents):
-    """The same recurrence from the last token to the first: g_t = dh_t + a_{t+1} g_{t+1}."""
-    decay_BTD, h_BTD, state_BD, segment_ids_BT, (x, a) = saved
-    dh_BTD, dfinal_BD = cotangents
-    decay_after_BTD = jnp.concatenate([decay_BTD[:, 1:], jnp.ones_like(decay_BTD[:, :1])], axis=1)
-    reverse = lambda z_BTD: jnp.flip(z_BTD, axis=1)
-    g_BTD = reverse(_scan(reverse(dh_BTD.astype(h_BTD.dtype)), reverse(decay_after_BTD), dfinal_BD))
-    before_BTD = jnp.concatenate([state_BD[:, None], h_BTD[:, :-1]], axis=1)
-    da_BTD = jnp.where(_starts(segment_ids_BT), 0, g_BTD * before_BTD)
-    return g_BTD.astype(x.dtype), da_BTD.astype(a.dtype), decay_BTD[:, 0] * g_BTD[:, 0], None
-
-
-linear_scan.defvjp(_forward, _backward)
-
-
-def _starts(segment_ids_BT):
-    """Whether a token begins a document inside the row, [B, T, 1]."""
-    return jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])[..., None] != 0
-
-
-def _scan(x_BTD, a_BTD, state_BD):
-    """h_t = a_t h_{t-1} + x_t, [B, T, D]."""
+def scan(x_BTD, a_BTD, state_BD, *, reverse):
+    """h [B, T, D], as `differentiable` calls it."""
+    if reverse:
+        backwards = lambda z_BTD: jnp.flip(z_BTD, axis=1)
+        return backwards(scan(backwards(x_BTD), backwards(a_BTD), state_BD, reverse=False))
     length = x_BTD.shape[1]
     chunk = chunks.pick_chunk(None, length)
 
@@ -74,3 +45,6 @@ def _compose(earlier, later):
     """The map h -> a h + x of two spans of tokens, one after the other."""
     (a, x), (later_a, later_x) = earlier, later
     return a * later_a, later_a * x + later_x
+
+
+linear_scan = partial(differentiable.linear_scan, scan)
