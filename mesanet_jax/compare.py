@@ -1,4 +1,4 @@
-"""Trains several configs that differ in the mixer alone and compares them: `python -m mesanet_jax.compare
+"""Trains several configs that differ in the architecture alone and compares them: `python -m mesanet_jax.compare
 --configs=configs/mesanet.py:demo,configs/transformer.py:demo --workdir=DIR --steps=100`
 
 One after another, each by the real trainer and evaluator in DIR/NAME, on the same rows in the same order; then one report,
@@ -23,10 +23,11 @@ from mesanet_jax import config as config_lib
 from mesanet_jax import workdir as workdir_lib
 from mesanet_jax.errors import UserError
 from mesanet_jax.mixers import MIXERS
+from mesanet_jax.models import MODELS, LanguageModel
 
-# What may differ between the runs of a comparison, beside the mixers' own sections. The feed-forward may, since a larger
-# mixer is made up for by a narrower one (`configs/mamba2.py:440m-published`); the report states the parameters.
-FREE = {"name", "model.pattern", "model.mlp_ratio", "optimizer.learning_rate"}
+# What may differ between the runs of a comparison, beside the options of mixers and of kinds of model. The feed-forward
+# may, since a larger mixer is made up for by a narrower one (`configs/mamba2.py:440m-published`). The report states it all.
+FREE = {"name", "model.kind", "model.pattern", "model.mlp_ratio", "optimizer.learning_rate"}
 
 
 def main(argv: list[str]) -> int:
@@ -139,7 +140,7 @@ def check_names(runs: Sequence[Run]) -> None:
 
 
 def check_equal(runs: Sequence[Run]) -> None:
-    """Raises UserError where two configs differ in more than `FREE` and the mixers' own options."""
+    """Raises UserError where two configs differ in more than `FREE` and the options of mixers and kinds of model."""
     first, *others = runs
     reference = _compared(first.config)
     for run in others:
@@ -148,18 +149,19 @@ def check_equal(runs: Sequence[Run]) -> None:
         if differing:
             lines = "; ".join(f"config.{path}: {reference.get(path)} and {values.get(path)}" for path in differing)
             raise UserError(
-                f"{first.spec} and {run.spec} differ in more than the mixer: {lines}; --config.FIELD=VALUE sets all runs"
+                f"{first.spec} and {run.spec} differ in more than the architecture: {lines}; --config.FIELD=VALUE sets all runs"
             )
 
 
 def _compared(config: ml_collections.ConfigDict) -> dict:
     """The values that must be equal in every run of a comparison."""
     mixers = tuple(f"model.{name}." for name in MIXERS)
+    own = {f"model.{name}" for kind in MODELS.values() for name in kind.FIELDS.keys() - LanguageModel.FIELDS.keys()}
     return {
         path: value
         for path, value in schema.flatten(config).items()
-        if path not in FREE and not path.startswith(mixers)
-    }  # fmt: skip
+        if path not in FREE | own and not path.startswith(mixers)
+    }
 
 
 class Relay:

@@ -8,17 +8,18 @@ import json
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from mesanet_jax import checkpoint, models, plots
+from mesanet_jax import checkpoint, models, plots, schema
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals.perplexity import Evaluation, position_buckets
-from mesanet_jax.evaluate import markdown_table
+from mesanet_jax.evaluate import file_name, markdown_table
 from mesanet_jax.progress import short_number
 from mesanet_jax.trackers import read_json_lines
 
-TRANSFORMER = ("attention",)  # the pattern whose run the others are measured against by position
+ATTENTION = ("attention",)  # the pattern of the run that the others are measured against by position
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +42,14 @@ class Result:
     evaluated_data: str  # and of those evaluated on
     evaluation: Evaluation
     losses: tuple[np.ndarray, np.ndarray]  # steps, nats a token
+    settings: Mapping[str, Any]  # the config, flat
 
     SHARED = ("steps", "batch", "seed", "order_seed", "data", "evaluated_data")
 
 
 def evaluation_path(config, workdir: pathlib.Path, suffix: str) -> pathlib.Path:
     """A file that mesanet_jax.evaluate writes for the last step of a run."""
-    return workdir / "evaluation" / f"{config.data.validation_split}-{config.steps}{suffix}"
+    return workdir / "evaluation" / f"{file_name(config.data.validation_split, config.steps)}{suffix}"
 
 
 def read(config, workdir: pathlib.Path) -> Result:
@@ -81,6 +83,7 @@ def read(config, workdir: pathlib.Path) -> Result:
             position_tokens_T=np.array(evaluated["position_tokens"]),
         ),
         losses=plots.series(records, "loss"),
+        settings=schema.flatten(config),
     )
 
 
@@ -96,31 +99,45 @@ class Comparison:
         check_same(results)
         self.results = sorted(results, key=lambda result: result.evaluation.loss)
         self.failed = dict(failed)
-        self.baseline = next((result for result in results if result.pattern == TRANSFORMER), None)
+        only_attention = [result for result in results if result.pattern == ATTENTION]
+        plain = lambda result: result.settings["model.kind"] == "language_model"  # the Transformer, if there is one
+        self.baseline = max(only_attention, key=plain, default=None)
 
     def markdown(self) -> str:
         """The report as text."""
         first = self.results[0]
         rows, length = first.batch
         return "\n\n".join([
-            "# Comparison: equal in all but the mixer",
+            "# Comparison: equal in all but the architecture",
             f"One seed ({first.seed}), {first.steps} steps of {rows} x {length} tokens, the same rows in the same order"
             f" for every run (data {first.data[:12]}, order seed {first.order_seed}); evaluated on"
-            f" {first.evaluation.tokens:,} tokens. The configs were checked to differ in nothing but the mixer, its options"
-            " and the peak learning rate, which is each config's own.",
+            f" {first.evaluation.tokens:,} tokens. The configs were checked to differ in nothing but the mixers, the kind of"
+            " model and their options, the feed-forward's width and the peak learning rate, which is each config's own.",
             "How far the loss of one config varies from seed to seed was not measured here: a difference within that is"
             " not a finding, and the order after so many steps need not be the order after more. Tokens/s are a median"
             " on this machine, with whatever else ran on it.",
             *(f"**Missing: {name}**, {why}." for name, why in self.failed.items()),
             markdown_table(HEADER, [_row(result) for result in self.results]),
+            *self._differences(),
             "![loss curves](comparison-loss.png)",
             *self._positions(),
         ]) + "\n"  # fmt: skip
 
+    def _differences(self) -> list[str]:
+        """What runs set differently; an option of a mixer or kind of model that only one run has differs from nothing."""
+        paths = differing([result.settings for result in self.results])
+        if not paths:
+            return []
+        rows = [(result.name, *(_text(result.settings.get(path, "-")) for path in paths)) for result in self.results]
+        return ["## What differs", markdown_table(("run", *paths), rows)]
+
     def _positions(self) -> list[str]:
-        heading = "## Loss by position, relative to the Transformer"
         if self.baseline is None:
-            return [heading, f"Left out: no run has the pattern {TRANSFORMER}."]
+            return [
+                "## Loss by position",
+                f"Left out: no run has the pattern {ATTENTION} to measure the others against.",
+            ]
+        heading = f"## Loss by position, relative to {self.baseline.name}"
         buckets = {result.name: position_buckets(result.evaluation) for result in self.results}
         reference = buckets[self.baseline.name]
         header = ("nats / token at position", *(name for name, *_ in reference))
@@ -141,6 +158,7 @@ class Comparison:
             "evaluated_tokens": first.evaluation.tokens,
             "failed": self.failed,
             "baseline": self.baseline and self.baseline.name,
+            "differing": differing([result.settings for result in self.results]),
             "runs": [_record(result) for result in self.results],
         }
 
@@ -161,6 +179,19 @@ class Comparison:
                 title=f"Validation loss by position, less that of {self.baseline.name}",
                 ylabel="difference (nats / token)",
             )
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fields, but for the name, that have two values among the configs that have them."""
+    values: dict[str, list] = {}
+    for config in settings:
+        for path, value in config.items():
+            values.setdefault(path, []).append(value)
+    return [path for path, found in values.items() if path != "name" and any(value != found[0] for value in found)]
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()
 
 
 HEADER = (

@@ -35,7 +35,7 @@ RUN = {
         "eps": Field(1e-8, "added to the root of the second moment", at_least=0.0, fixed=True),
         "weight_decay": Field(0.1, "decoupled weight decay, times the learning rate", at_least=0.0, fixed=True),
         "no_decay": Field(
-            ("embedding", "head", "scale", "bias", "lambda_raw", "A_log", "D"),
+            ("embedding", "head", "scale", "bias", "lambda_raw", "A_log", "D", "mixing", "log_temperature"),
             "parameters without weight decay, by a component of their path",
             fixed=True,
         ),
@@ -45,9 +45,15 @@ RUN = {
         "rows_per_device": Field(16, "rows a device holds at once; a larger batch is accumulated inside the step", at_least=1),
         "nonfinite": Field("stop", "a loss or gradient that is not finite: stop the run, or skip the update", choices=("stop", "skip")),
         "max_skips": Field(10, "with skip: consecutive skipped updates before the run stops", at_least=1),
+        "watchdog_minutes": Field(20.0, "without a finished step for so long (4 times as long for the first) the run ends; none: never", kind=float, above=0.0),
         "log_every": Field(10, "steps between log lines", at_least=1),
         "eval_every": Field(1000, "steps between evaluations; none: only at the end", kind=int, at_least=1),
         "eval_batches": Field(20, "batches of an evaluation during training; none: the whole split", kind=int, at_least=1),
+        "executable": Field(None, "compiled step to load, written by mesanet_jax.compile --save for this very run", kind=str),
+    },
+    "processes": {
+        "join_seconds": Field(600, "how long processes wait for each other at the start", at_least=1),
+        "heartbeat_seconds": Field(60, "silence of a process after which the others end", at_least=5),
     },
     "checkpoint": {
         "every": Field(1000, "steps between checkpoints", at_least=1),
@@ -81,7 +87,11 @@ def schema(kind: str, pattern: tuple[str, ...]) -> schema_lib.Schema:
         raise UserError(f"config.model.pattern: no mixer {name!r}; choose from {', '.join(sorted(MIXERS))}")
     model = {
         "kind": Field("language_model", "model class", choices=tuple(MODELS), fixed=True),
-        "pattern": Field(("mesa",), "mixers by depth, repeated: (hawk, mesa) alternates them", fixed=True),
+        "pattern": Field(
+            ("mesa",),
+            "mixers by depth, repeated: (hawk, mesa) alternates them; of pha: those in every block",
+            fixed=True,
+        ),
         **MODELS[kind].FIELDS,
         **{name: MIXERS[name].FIELDS for name in sorted(set(pattern))},
     }
@@ -146,10 +156,6 @@ def validate(config: ml_collections.ConfigDict) -> None:
     model, optimizer = config.model, config.optimizer
     if not model.pattern:
         raise UserError("config.model.pattern: names no mixer")
-    if model.layers < len(model.pattern):
-        raise UserError(
-            f"config.model.layers={model.layers}: fewer than the {len(model.pattern)} blocks of config.model.pattern"
-        )
     if optimizer.warmup_steps >= config.steps:
         raise UserError(
             f"config.optimizer.warmup_steps={optimizer.warmup_steps}: must be below config.steps={config.steps}"
@@ -159,6 +165,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
             raise UserError(
                 f"config.mesh.{axis}={size}: must be at least 1" + (", or -1 for the rest" if axis == "data" else "")
             )
+    MODELS[model.kind].check(model)
     for name in model.pattern:
         MIXERS[name].check(model)
 

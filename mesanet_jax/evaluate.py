@@ -1,29 +1,40 @@
 """Evaluates a checkpoint on a split: `python -m mesanet_jax.evaluate --workdir=DIR`
 
 Loss, perplexity, bits per byte and loss by token position; a table here, and DIR/evaluation/SPLIT-STEP.{md,json,png}.
-Runs in one process on all of its devices. `--config.data.path=...` evaluates on other data of the same tokenizer;
-rows longer than those of the training measure length extrapolation.
+Several processes evaluate together where each gets `--coordinator` (`mesanet_jax.distributed`).
+`--config.data.path=...` evaluates on other data of the same tokenizer;
+rows longer than those of the training measure length extrapolation. `--protocol=stream --context=1024 --stride=512` takes the
+split for one contiguous text and scores it by overlapping windows, as perplexities of WikiText-103 are measured; what it
+writes has `-stream-1024-512` in its name, and word-level perplexity beside that of tokens.
 """
 
+import argparse
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
-from mesanet_jax import checkpoint, cli, models, workdir
+from mesanet_jax import checkpoint, cli, distributed, models, observations, workdir
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax import step as step_lib
 from mesanet_jax.data.loader import eval_batches
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
+from mesanet_jax.evals import stream
 from mesanet_jax.evals.perplexity import Evaluation, evaluate_rows, position_buckets
+from mesanet_jax.evals.stream import Windows
 from mesanet_jax.plots import plot_positions
+from mesanet_jax.watchdog import Watchdog
+
+PROTOCOLS = ("rows", "stream")
 
 
 def main(argv: list[str]) -> None:
@@ -32,15 +43,35 @@ def main(argv: list[str]) -> None:
     flags.add_argument("--step", type=int, help="checkpoint to evaluate; default: the newest")
     flags.add_argument("--split", help="of the prepared data; default: config.data.validation_split")
     flags.add_argument("--batches", type=int, help="stop after so many batches; default: the whole split")
+    flags.add_argument("--protocol", default="rows", help="what is scored: rows, as prepared, or stream; default: rows")
+    flags.add_argument("--context", type=int, help="of stream: tokens a window reads; default: those of a row")
+    flags.add_argument("--stride", type=int, help="of stream: tokens between windows; default: the context")
+    distributed.add_flags(flags)
     args, overrides = cli.parse(flags, argv)
     if args.batches is not None and args.batches < 1:
         raise UserError(f"--batches={args.batches}: must be at least 1")
     config = workdir.load(args.workdir, overrides)
     workdir.use_compile_cache(args.workdir, config)
     split = args.split or config.data.validation_split
-    report = evaluate(config, args.workdir, split=split, step=args.step, batches=args.batches)
-    print(report.markdown())
-    print(f"written to {report.write(args.workdir / 'evaluation')}.{{md,json,png}}")
+    windows = protocol(args, config)
+    with distributed.joined(args, config.processes):
+        report = evaluate(config, args.workdir, split=split, step=args.step, batches=args.batches, windows=windows)
+        if distributed.is_chief():
+            print(report.markdown())
+            print(f"written to {report.write(args.workdir / 'evaluation')}.{{md,json,png}}")
+
+
+def protocol(args: argparse.Namespace, config) -> Windows | None:
+    """The windows of --protocol=stream; None where rows are scored."""
+    if args.protocol not in PROTOCOLS:
+        raise UserError(f"--protocol={args.protocol}: choose one of {', '.join(PROTOCOLS)}")
+    if args.protocol == "stream":
+        context = config.data.seq_len if args.context is None else args.context
+        return Windows(context, context if args.stride is None else args.stride)
+    for flag in ("context", "stride"):
+        if getattr(args, flag) is not None:
+            raise UserError(f"--{flag}: is of --protocol=stream; rows are as they were prepared")
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +88,20 @@ class Report:
     trained_seq_len: int
     seconds: float
     evaluation: Evaluation
+    observed: dict[str, float]  # `observations.scalars` of the first batch
+    windows: Windows | None  # None: the rows as prepared
+    words: int | None  # of the stream; None of rows, of a part of it, and where the data do not say
+
+    @property
+    def protocol(self) -> str:
+        windows = self.windows
+        return "rows" if windows is None else f"stream, context {windows.context}, stride {windows.stride}"
+
+    @property
+    def word_perplexity(self) -> float | None:
+        """exp(nats / words): like bits per byte, comparable over tokenizers."""
+        result = self.evaluation
+        return None if self.words is None else math.exp(min(result.loss * result.tokens / self.words, 700.0))
 
     def markdown(self) -> str:
         """The table that is printed."""
@@ -69,9 +114,16 @@ class Report:
             ("loss (nats / token)", f"{result.loss:.4f}"),
             ("perplexity", f"{result.perplexity:.2f}"),
             ("bits per byte", bits),
+            *self._words(),
             ("tokens", f"{result.tokens:,}"),
             ("bytes", f"{result.bytes:,}"),
+            ("protocol", self.protocol),
             ("tokens of a row", f"{self.seq_len}{extrapolated}"),
+            *(
+                (label, f"{self.observed[name]:.2f}")
+                for name, label in observations.LABELS.items()
+                if name in self.observed
+            ),
         ]
         positions = [(name, f"{loss:.4f}", f"{tokens:,}") for name, loss, tokens in position_buckets(result)]
         return "\n\n".join([
@@ -80,11 +132,15 @@ class Report:
             markdown_table(("position in the row", "loss (nats / token)", "tokens"), positions),
         ]) + "\n"  # fmt: skip
 
+    def _words(self) -> list[tuple[str, str]]:
+        if self.words is None:
+            return []
+        return [("word-level perplexity", f"{self.word_perplexity:.2f}"), ("words", f"{self.words:,}")]
+
     def record(self) -> dict:
         """The same as plain JSON; a position without a valid token has the loss null."""
-        fields = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "evaluation"
-        }
+        plain = [field.name for field in dataclasses.fields(self) if field.name not in ("evaluation", "windows")]
+        fields = {name: getattr(self, name) for name in (*plain, "protocol", "word_perplexity")}
         result = self.evaluation
         scores = {name: getattr(result, name) for name in ("loss", "perplexity", "bits_per_byte", "tokens", "bytes")}
         curve = [None if np.isnan(loss) else float(loss) for loss in result.position_loss_T]
@@ -92,13 +148,19 @@ class Report:
 
     def write(self, directory: pathlib.Path) -> pathlib.Path:
         """Writes the .md, .json and .png; returns their common path without the ending."""
-        stem = directory / f"{self.split}-{self.step}"
+        stem = directory / file_name(self.split, self.step, self.windows)
         directory.mkdir(parents=True, exist_ok=True)
         stem.with_suffix(".md").write_text(self.markdown())
         stem.with_suffix(".json").write_text(json.dumps(self.record(), indent=1) + "\n")
         label = f"{self.name}, {self.split}, step {self.step}"
         plot_positions({self.name: self.evaluation.position_loss_T}, stem.with_suffix(".png"), title=label)
+        observations.plot(self.observed, stem, title=label)
         return stem
+
+
+def file_name(split: str, step: int, windows: Windows | None = None) -> str:
+    """Of an evaluation's files, without the ending."""
+    return f"{split}-{step}" + ("" if windows is None else f"-stream-{windows.context}-{windows.stride}")
 
 
 def markdown_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -112,8 +174,16 @@ def markdown_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> 
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (pad(header), rule, *map(pad, rows)))
 
 
-def evaluate(config, directory: pathlib.Path, *, split: str, step: int | None, batches: int | None) -> Report:
-    """Evaluates a checkpoint of the run in `directory`, its newest unless `step` names one.
+def evaluate(
+    config,
+    directory: pathlib.Path,
+    *,
+    split: str,
+    step: int | None,
+    batches: int | None,
+    windows: Windows | None = None,
+) -> Report:
+    """Evaluates a checkpoint of the run in `directory`, its newest unless `step` names one, by rows or by `windows`.
 
     Raises:
       UserError: no such checkpoint or split, or data that were prepared with another tokenizer.
@@ -121,21 +191,35 @@ def evaluate(config, directory: pathlib.Path, *, split: str, step: int | None, b
     rows = PackedRows(config.data.path, split)
     mesh = mesh_lib.make_mesh((1, -1, 1))  # shards parameters and rows over all devices, whatever their number
     model = models.build(config.model)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), Watchdog(config.train.watchdog_minutes) as watchdog:
         params, step = checkpoint.restore_params(directory, model, mesh, step=step)
         check_tokenizer(rows, directory, step=step)
-        loss = step_lib.compile_loss(model, mesh)
+        loss = step_lib.compile_call(model.loss, model, mesh)
         size = batch_size(config, devices=mesh.size)
-        count = min(-(-len(rows) // size), batches or len(rows))
-        some = itertools.islice(eval_batches(rows, size), count)
+        whole, make = inputs(rows, windows, size=size, positions=mesh_lib.local_rows(mesh, size))
+        count = min(whole, batches or whole)
+        some = itertools.islice(make(), count)
         began = time.monotonic()
-        bar = tqdm(some, total=count, desc=split, unit="batch", disable=None)
-        result = evaluate_rows(loss, params, mesh_lib.placed(bar, mesh), rows.tokenizer.token_bytes())
+        bar = tqdm(some, total=count, desc=split, unit="batch", disable=None if distributed.is_chief() else True)
+        ahead = mesh_lib.placed(watchdog.watched(bar), mesh)
+        result = evaluate_rows(loss, params, ahead, rows.tokenizer.token_bytes())
+        first = mesh_lib.placed(itertools.islice(make(), 1), mesh)
+        told = jax.device_get(step_lib.compile_call(model.observe, model, mesh)(params, next(first)))
     return Report(
         name=config.name, step=step, split=split, data=config.data.path, fingerprint=rows.fingerprint,
-        parameters=model.parameter_count(), seq_len=rows.seq_len, trained_seq_len=config.data.seq_len,
-        seconds=time.monotonic() - began, evaluation=result,
+        parameters=model.parameter_count(), seq_len=windows.context if windows else rows.seq_len,
+        trained_seq_len=config.data.seq_len, windows=windows, words=rows.words if windows and count == whole else None,
+        seconds=time.monotonic() - began, evaluation=result, observed=observations.scalars(told),
     )  # fmt: skip
+
+
+def inputs(rows: PackedRows, windows: Windows | None, *, size: int, positions: Sequence[int]) -> tuple[int, Callable]:
+    """How many batches of `size` score a whole split, and what makes them, anew with each call."""
+    if windows is None:
+        return -(-len(rows) // size), partial(eval_batches, rows, size, positions=positions)
+    tokens_N, starts_N = stream.read(rows)
+    make = partial(stream.batches, tokens_N, starts_N, windows, batch_size=size, positions=positions)
+    return -(-windows.count(len(tokens_N)) // size), make
 
 
 def check_tokenizer(rows: PackedRows, directory: pathlib.Path, *, step: int) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -55,6 +55,40 @@ def plot_training(metrics: pathlib.Path, png: pathlib.Path, *, title: str) -> No
         bottom.plot(*series(records, "learning_rate"), color=GREY)
         bottom.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
         bottom.ticklabel_format(axis="y", scilimits=(-2, 2))
+        figure.savefig(png)
+        plt.close(figure)
+
+
+def plot_grid(grid_LH: np.ndarray, png: pathlib.Path, *, rows: Sequence[int], label: str, title: str) -> None:
+    """A value of each layer and head as a coloured square with its number; `rows` are the layers' numbers."""
+    plt = _pyplot()
+    layers, heads = grid_LH.shape
+    with plt.rc_context(STYLE):
+        size = (max(6.0, 2.5 + 0.5 * heads), max(3.0, 1.5 + 0.3 * layers))  # inches; room for the title
+        figure, axes = plt.subplots(figsize=size, layout="constrained")
+        image = axes.imshow(grid_LH, cmap="viridis", aspect="auto")
+        middle = (grid_LH.min() + grid_LH.max()) / 2
+        for (row, head), value in np.ndenumerate(grid_LH):
+            colour = "white" if value <= middle else "black"
+            axes.text(head, row, f"{value:.1f}", ha="center", va="center", color=colour, fontsize=8)
+        axes.set(title=title, xlabel="head", ylabel="layer", xticks=range(heads))
+        axes.set_yticks(range(layers), labels=map(str, rows))
+        axes.grid(False)
+        figure.colorbar(image, label=label)
+        figure.savefig(png)
+        plt.close(figure)
+
+
+def plot_layers(curves: Mapping[str, Mapping[int, float]], png: pathlib.Path, *, ylabel: str, title: str) -> None:
+    """A value of each layer by depth, one curve a label."""
+    plt = _pyplot()
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+        for look, (label, by_layer) in zip(_looks(), curves.items()):
+            axes.plot(*zip(*sorted(by_layer.items())), marker="o", markersize=4, linewidth=1.4, label=label, **look)
+        axes.set(title=title, xlabel="layer", ylabel=ylabel, ylim=(0, None))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        _legend_beside(axes)
         figure.savefig(png)
         plt.close(figure)
 

@@ -2,16 +2,24 @@
 
 Python runs a signal handler between two bytecodes of the main thread, which compiling can hold up for minutes. So the
 kernel's wake-up byte is read by a thread, which ends the process itself while no unsaved step exists.
+
+Several processes agree by a reduction over all devices, asked for after every step and answered one step later, so that
+no device waits: a signal to one of them then stops all after the same step, with the same status.
 """
 
-import os
+import functools
 import signal
 import socket
 import sys
 import threading
 
 import jax
-from jax.experimental import multihost_utils
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mesanet_jax import distributed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -25,7 +33,9 @@ class Preemption:
 
     def __init__(self):
         self.unsaved = False
-        self._received: int | None = None
+        self._received = 0  # the signal that came to this process
+        self._agreed = 0  # the one that all processes act upon
+        self._asked: jax.Array | None = None
 
     def __enter__(self):
         self._reader, self._writer = socket.socketpair()
@@ -46,25 +56,40 @@ class Preemption:
             number = byte[0]
             if number not in SIGNALS:
                 continue
-            leave = self._received is not None or not self.unsaved
-            plan = "stopping now" if leave else "saving, then stopping (once more to stop at once)"
-            print(f"\n{signal.Signals(number).name}: {plan}", file=sys.stderr, flush=True)
-            if leave:
-                os._exit(128 + number)
+            name = signal.Signals(number).name
+            if self._received or not self.unsaved:
+                distributed.end(128 + number, f"{name}: stopping now")
+            print(f"\n{name}: saving, then stopping (once more to stop at once)", file=sys.stderr, flush=True)
             self._received = number
 
-    @property
-    def received(self) -> bool:
-        """Whether to drop what can be done again; never with several processes, which must go on in step."""
-        return self._received is not None and jax.process_count() == 1
+    def requested(self) -> bool:
+        """Whether to save and stop after this step. All processes ask after every step, and get the same answer."""
+        if jax.process_count() == 1:
+            return self.interrupted()
+        before, self._asked = self._asked, _maximum(self._received)
+        if before is not None:
+            self._agreed = max(self._agreed, int(before))
+        return self._agreed > 0
 
-    def requested(self, step: int) -> bool:
-        """Whether to save and stop after `step`; with several processes all agree on the same step."""
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self.received
+    def interrupted(self) -> bool:
+        """Whether to drop what can be done again. All processes ask at the same point, wait, and get the same answer."""
+        self._agreed = self._received if jax.process_count() == 1 else int(_maximum(max(self._received, self._agreed)))
+        return self._agreed > 0
 
     @property
     def exit_status(self) -> int:
-        """The status by convention of a process ended by this signal."""
-        return 128 + (self._received or signal.SIGTERM)
+        """The status by convention of a process ended by the agreed signal."""
+        return 128 + self._agreed
+
+
+def _maximum(value: int) -> jax.Array:
+    """The greatest of all processes' values, being computed."""
+    split, reduce = _reduction()
+    return reduce(jax.make_array_from_process_local_data(split, np.full(jax.local_device_count(), value, np.int32)))
+
+
+@functools.cache
+def _reduction():
+    """How a value a device is laid out, and the jitted maximum of all."""
+    mesh = Mesh(np.array(jax.devices()), "all")
+    return NamedSharding(mesh, P("all")), jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))

@@ -39,7 +39,7 @@ def prepare(config: ml_collections.ConfigDict) -> dict[str, Any]:
         return manifest.read(directory)
 
     tokens = tokenizer_training.provide(config, sources, directory)
-    job = _job(config, manifest.digest([chosen, tokens.hash]))
+    job = _job(config, manifest.digest([chosen, tokens.hash, manifest.COUNTS]))
     units = plan.units(
         sources,
         format=config.format,

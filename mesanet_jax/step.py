@@ -18,12 +18,18 @@ from mesanet_jax.models import Model
 
 BATCH = {"inputs": jnp.int32, "targets": jnp.int32, "segment_ids": jnp.int32, "weights": jnp.float32}
 
+# XLA for TPUs would turn a product with a weight that is split over fsdp into a loop of small products and permutes
+# ("windowed einsum"). By the compiler's own cycles that takes transformer:140m with fsdp 16 on v5e from 1.19 to 3.02 s a
+# step, and from 4.7 to 8.1 GB of temporaries (docs/results/pods.md). A threshold that no array reaches turns it off.
+COMPILER_OPTIONS = {"tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}}
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     """The run's compiled functions, with the shapes and shardings of what they take.
 
-    `init(key)` -> state, `train(state, batch)` -> (state, metrics), `loss(params, batch)` -> weighted nats [B,T].
+    `init(key)` -> state, `train(state, batch)` -> (state, metrics), `loss(params, batch)` -> weighted nats [B,T],
+    `observe(params, batch)` -> what the layers tell about their work (`Model.observe`).
     The state is {"step", "params", "opt_state", "skipped"}; `train` consumes (donates) the one that it is given.
     """
 
@@ -34,13 +40,17 @@ class Program:
     init: Any
     train: Any
     loss: Any
+    observe: Any
 
 
 def accumulation(config, mesh: jax.sharding.Mesh) -> int:
     """Into how many parts a step's batch is split, so that a device holds at most `train.rows_per_device` rows."""
     rows, shards = config.data.batch_size, mesh_lib.batch_shards(mesh)
     if rows % shards:
-        raise UserError(f"config.data.batch_size={rows}: not a multiple of the {shards} ways the mesh splits it")
+        nearest = shards * max(1, round(rows / shards))
+        raise UserError(
+            f"config.data.batch_size={rows}: not a multiple of the {shards} ways the mesh splits it; the nearest is {nearest}"
+        )
     per_device = rows // shards
     least = math.ceil(per_device / config.train.rows_per_device)
     return next(parts for parts in range(least, per_device + 1) if per_device % parts == 0)
@@ -74,17 +84,26 @@ def compile_program(config, model: Model, mesh: jax.sharding.Mesh) -> Program:
             in_shardings=(state_shardings, rows),
             out_shardings=(state_shardings, mesh_lib.replicated(mesh)),
             donate_argnums=0,
+            compiler_options=_compiler_options(mesh),
         ),
-        loss=compile_loss(model, mesh),
+        loss=compile_call(model.loss, model, mesh),
+        observe=compile_call(model.observe, model, mesh),
     )
 
 
-def compile_loss(model: Model, mesh: jax.sharding.Mesh):
-    """The jitted `model.loss(params, batch)` on a mesh: parameters and rows split, the nats [B,T] whole everywhere."""
+def compile_call(call, model: Model, mesh: jax.sharding.Mesh):
+    """The jitted `call(params, batch)` of a model on a mesh: parameters and rows split, its result whole everywhere."""
     params = mesh_lib.shardings(model.axes, model.shapes, mesh)
     return jax.jit(
-        model.loss, in_shardings=(params, mesh_lib.batch_sharding(mesh)), out_shardings=mesh_lib.replicated(mesh)
+        call,
+        in_shardings=(params, mesh_lib.batch_sharding(mesh)),
+        out_shardings=mesh_lib.replicated(mesh),
+        compiler_options=_compiler_options(mesh),
     )
+
+
+def _compiler_options(mesh: jax.sharding.Mesh) -> dict | None:
+    return COMPILER_OPTIONS.get(mesh.devices.flat[0].platform)
 
 
 def _with_shardings(state, model: Model, transformation, mesh: jax.sharding.Mesh):

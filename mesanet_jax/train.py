@@ -1,18 +1,20 @@
 """Pretrains a model: `python -m mesanet_jax.train --config=configs/mesanet.py:140m --workdir=DIR --config.data.path=...`
 
 Read it top to bottom: it is the run. Running the same command again resumes; a finished run says so and exits 0.
+Several processes run one training where each gets `--coordinator` (`mesanet_jax.distributed`).
 Exit status: 0 finished, 1 stopped by non-finite losses, 2 a mistake in the command, 128 + signal after SIGTERM or
-Ctrl-C (everything saved).
+Ctrl-C (everything saved), 75 no progress (the watchdog), 76 or 134 another process died. All processes exit with the same.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import pathlib
 
 import jax
 
 from mesanet_jax import checkpoint as checkpoint_lib
-from mesanet_jax import cli, models, schema
+from mesanet_jax import cli, distributed, models, observations, schema
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax import step as step_lib
@@ -21,31 +23,51 @@ from mesanet_jax.data.loader import Batches, eval_batches
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals.perplexity import evaluate_rows
+from mesanet_jax.goodput import Goodput
 from mesanet_jax.plots import plot_training
+from mesanet_jax.pods import executable
 from mesanet_jax.preemption import Preemption
 from mesanet_jax.progress import Progress
 from mesanet_jax.throughput import Throughput
 from mesanet_jax.trackers import make_trackers, read_json_lines
+from mesanet_jax.watchdog import Watchdog
 
 
 def main(argv: list[str]) -> int:
+    goodput = Goodput()
+    args, config = parse(argv)
+    if args.help_config:
+        print(schema.describe(config_lib.schema(config.model.kind, config.model.pattern)))
+        return 0
+    with distributed.joined(args, config.processes):
+        data = open_data(config)  # before the workdir is made
+        with workdir_lib.lock(args.workdir), Preemption() as preemption:
+            return train(config, args.workdir, *data, preemption=preemption, goodput=goodput)
+
+
+def parse(argv: list[str]) -> tuple:
+    """(flags, checked config) of the command; launchers use it too, before they rent anything."""
     flags = cli.parser(__doc__)
     flags.add_argument("--config", required=True, help="config file and size, as in configs/mesanet.py:140m")
     flags.add_argument("--workdir", type=pathlib.Path, help="where the run lives; made if missing")
     flags.add_argument("--help-config", action="store_true", help="list the fields of the config and exit")
+    distributed.add_flags(flags)
     args, overrides = cli.parse(flags, argv)
     config = config_lib.load(args.config, overrides)
-    if args.help_config:
-        print(schema.describe(config_lib.schema(config.model.kind, config.model.pattern)))
-        return 0
-    if args.workdir is None:
+    if args.workdir is None and not args.help_config:
         raise UserError("--workdir: is missing; name the directory of the run, as --workdir=runs/NAME")
-    rows, validation = open_data(config)  # before the workdir is made
-    with workdir_lib.lock(args.workdir), Preemption() as preemption:
-        return train(config, args.workdir, preemption, rows, validation)
+    return args, config
 
 
-def train(config, workdir: pathlib.Path, preemption: Preemption, rows: PackedRows, validation: PackedRows) -> int:
+def train(
+    config,
+    workdir: pathlib.Path,
+    rows: PackedRows,
+    validation: PackedRows,
+    *,
+    preemption: Preemption,
+    goodput: Goodput,
+) -> int:
     """Runs `config` in `workdir` to its last step, from wherever it stands: the process's exit status."""
     # ---- what the run is, and whether it is the one that this workdir holds
     saved = checkpoint_lib.Checkpoints(
@@ -58,12 +80,16 @@ def train(config, workdir: pathlib.Path, preemption: Preemption, rows: PackedRow
     mesh = mesh_lib.make_mesh(tuple(config.mesh[axis] for axis in mesh_lib.AXES))
     model = models.build(config.model)
     program = step_lib.compile_program(config, model, mesh)
+    if config.train.executable is not None:
+        step_file = pathlib.Path(config.train.executable)
+        program = dataclasses.replace(program, train=executable.load(step_file, config, program))
     flops_per_token = model.flops_per_token(config.data.seq_len).training
-    share = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    chief = jax.process_index() == 0
+    chief = distributed.is_chief()
 
     with contextlib.ExitStack() as stack:
-        stack.callback(saved.close)
+        watchdog = stack.enter_context(Watchdog(config.train.watchdog_minutes))
+        stack.callback(saved.close)  # all processes together
+        stack.enter_context(distributed.without_cleanup())
         stack.enter_context(jax.set_mesh(mesh))
         if chief:
             print(banner(config, model, program, rows, flops_per_token), flush=True)
@@ -75,6 +101,7 @@ def train(config, workdir: pathlib.Path, preemption: Preemption, rows: PackedRow
         state, start = initial_state(config, program, model, saved, about)
         if chief:
             workdir_lib.save(workdir, config)
+            goodput.resume(workdir, start)
         progress = Progress(config.steps, start=start, enabled=chief, live=config.log.progress)
         stack.enter_context(progress)
         if start:
@@ -84,34 +111,45 @@ def train(config, workdir: pathlib.Path, preemption: Preemption, rows: PackedRow
         tokens = config.data.batch_size * config.data.seq_len
         throughput = Throughput(tokens, flops_per_token=flops_per_token, devices=mesh.devices.flat)
         profiler = stack.enter_context(Profiler(config, workdir))
-        batches = Batches(rows, config.data.batch_size, seed=config.data.seed, steps=config.steps, **share)
+        mine = mesh_lib.local_rows(mesh, config.data.batch_size)
+        batches = Batches(rows, config.data.batch_size, seed=config.data.seed, steps=config.steps, positions=mine)
         token_bytes = validation.tokenizer.token_bytes()
+        observed = bool(jax.eval_shape(program.observe, program.state["params"], program.batch))
         eval_rows = config.data.batch_size // program.accumulation  # as many as fit at once
 
         def validation_batches():
-            for batch in itertools.islice(eval_batches(validation, eval_rows, **share), config.train.eval_batches):
-                if preemption.received:
+            batches = eval_batches(validation, eval_rows, positions=mesh_lib.local_rows(mesh, eval_rows))
+            for batch in itertools.islice(batches, config.train.eval_batches):
+                if preemption.interrupted():
                     raise Interrupted
+                watchdog.beat()
                 yield batch
 
         def validate(step):
-            with contextlib.suppress(Interrupted):
+            with contextlib.suppress(Interrupted), goodput.spending("evaluation"):
                 ahead = mesh_lib.placed(validation_batches(), mesh)
-                result = evaluate_rows(program.loss, state["params"], ahead, token_bytes)
-                trackers.log(step, result.scalars())
-                progress.update(step, result.scalars())
+                scalars = evaluate_rows(program.loss, state["params"], ahead, token_bytes).scalars()
+                if observed:
+                    some = mesh_lib.placed(itertools.islice(validation_batches(), 1), mesh)
+                    told = jax.device_get(program.observe(state["params"], next(some)))
+                    scalars |= observations.scalars(told)
+                trackers.log(step, scalars)
+                progress.update(step, scalars)
 
         # ---- the loop: update s consumes batch s - 1; its metrics are fetched one step late, so that the device
         # never waits for the host
         late, step, stop = None, start, False
+        goodput.enter("compile")
         for step, batch in enumerate(mesh_lib.placed(batches.iterate(start), mesh), start=start + 1):
             profiler.at(step)
             state, metrics = program.train(state, batch)
             preemption.unsaved = True  # not earlier: the first call compiles, and a signal then may end it at once
+            goodput.enter("training")
             if late is not None:
                 report(*late, config, trackers, progress, throughput)
+                watchdog.beat()
             late = step, metrics
-            last, stop = step == config.steps, preemption.requested(step)
+            last, stop = step == config.steps, preemption.requested()
             due_eval = last or (config.train.eval_every and step % config.train.eval_every == 0)
             due_save = last or stop or step % config.checkpoint.every == 0
             if due_eval or due_save:
@@ -121,13 +159,21 @@ def train(config, workdir: pathlib.Path, preemption: Preemption, rows: PackedRow
                 late = None
                 throughput.restart()
             if due_save:
-                saved.save(step, state, about)
+                with goodput.spending("checkpoint"):
+                    saved.save(step, state, about)
+                goodput.saved(step)
+            if chief and (due_save or step % config.train.log_every == 0):
+                goodput.write(workdir)
             if stop:
                 break
             if due_eval:
                 validate(step)
-        saved.wait()
-        if stop or preemption.received:
+        with goodput.spending("checkpoint"):
+            saved.wait()
+        if chief:
+            goodput.write(workdir)
+        progress.message(goodput.summary())
+        if preemption.interrupted():
             progress.message(f"stopped by a signal, step {step} is saved; run the same command to resume")
             return preemption.exit_status
 
@@ -137,6 +183,7 @@ def train(config, workdir: pathlib.Path, preemption: Preemption, rows: PackedRow
         trackers.close()
         if chief:
             plot_training(workdir / "metrics.jsonl", workdir / "loss.png", title=config.name)
+            observations.plot(observations.newest(workdir / "metrics.jsonl"), workdir / "last", title=config.name)
         progress.message(f"finished: {workdir} holds all {config.steps} steps; curves in {workdir / 'loss.png'}")
     return 0
 

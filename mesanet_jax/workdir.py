@@ -4,27 +4,46 @@ import contextlib
 import fcntl
 import os
 import pathlib
+import socket
+import time
 from collections.abc import Iterator
 
 import jax
 
 from mesanet_jax import config as config_lib
-from mesanet_jax import schema
+from mesanet_jax import distributed, schema
 from mesanet_jax.errors import UserError
 
-CONFIG = "config.json"
+CONFIG, LOCK = "config.json", "lock"
 
 
 @contextlib.contextmanager
 def lock(workdir: pathlib.Path) -> Iterator[None]:
-    """Holds the directory for one training process; the lock goes with the process, however it ends.
+    """Holds the directory for one training run, whose processes all see it; the lock goes with them, however they end.
 
     Raises:
-      UserError: another process trains here, or the directory cannot be written.
+      UserError: another run trains here, the directory cannot be written, or is not the same one for all processes.
     """
+    if distributed.is_chief():
+        with _held(workdir) as holder:
+            distributed.from_chief("lock", holder)
+            yield
+    else:
+        holder = distributed.from_chief("lock")
+        if not _appears(workdir / LOCK, holder):
+            raise UserError(
+                f"--workdir={workdir}: not the directory that process 0 writes to; all processes need the same one, on a"
+                " file system that their hosts share"
+            )
+        yield
+
+
+@contextlib.contextmanager
+def _held(workdir: pathlib.Path) -> Iterator[str]:
+    """The lock, as what its file says about its holder."""
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        file = (workdir / "lock").open("a+")
+        file = (workdir / LOCK).open("a+")
     except OSError as error:
         raise UserError(f"--workdir={workdir}: {error.strerror or error}") from error
     with file:
@@ -34,9 +53,20 @@ def lock(workdir: pathlib.Path) -> Iterator[None]:
             file.seek(0)
             raise UserError(f"--workdir={workdir}: process {file.read() or '?'} is training here") from None
         file.truncate(0)
-        file.write(str(os.getpid()))
+        holder = f"{os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        file.write(holder)
         file.flush()
-        yield
+        yield holder
+
+
+def _appears(path: pathlib.Path, text: str, *, seconds: float = 10.0) -> bool:
+    """Whether a file says `text`; a network file system may show it a little late."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if path.is_file() and path.read_text() == text:
+            return True
+        time.sleep(0.2)
+    return False
 
 
 def check(workdir: pathlib.Path, config, *, begun: bool) -> list[str]:

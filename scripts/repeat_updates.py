@@ -28,9 +28,7 @@ def main(argv: list[str]) -> int:
     mesh = mesh_lib.make_mesh(tuple(config.mesh[axis] for axis in mesh_lib.AXES))
     program = step_lib.compile_program(config, models.build(config.model), mesh)
     copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state))  # an update consumes its state
-    batches = Batches(
-        rows, config.data.batch_size, seed=config.data.seed, steps=args.updates, process_index=0, process_count=1
-    )
+    batches = Batches(rows, config.data.batch_size, seed=config.data.seed, steps=args.updates)
     damaged = 0
     with jax.set_mesh(mesh):
         state = program.init(jax.random.key(config.seed))

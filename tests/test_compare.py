@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from configs import pha
 from mesanet_jax import compare, comparison, plots, workdir
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
@@ -72,6 +73,21 @@ def test_refuses_what_is_not_the_mixer(tmp_path, tiny_data):
 def test_allows_the_mixer_and_its_learning_rate(tmp_path, tiny_data, line):
     spec = variant(tmp_path / "other.py", line)
     assert len(compare.load([*PAIR, spec], overrides(tiny_data, "none"), tmp_path / "runs")) == 3
+
+
+def test_allows_kinds_of_model_and_their_options(tmp_path, tiny_data):
+    specs = [
+        "configs/transformer.py:smoke",
+        "configs/pha.py:smoke",
+        *(f"configs/pha.py:smoke-{v}" for v in pha.VARIANTS),
+    ]
+    assert len(compare.load(specs, overrides(tiny_data, "none"), tmp_path / "runs")) == len(specs)
+
+
+def test_refuses_another_backbone(tmp_path, tiny_data):
+    spec = variant(tmp_path / "other.py", "config.model.layers = 3")
+    with pytest.raises(UserError, match=r"config\.model\.layers: 2 and 3"):
+        compare.load(["configs/pha.py:smoke", spec], overrides(tiny_data, "none"), tmp_path / "runs")
 
 
 def test_refuses_a_second_run_of_the_same_name(tmp_path, tiny_data):
@@ -158,7 +174,7 @@ def result(name: str, loss: float, **changes) -> comparison.Result:
     made = comparison.Result(
         name=name, pattern=(name,), learning_rate=1e-3, parameters=2_000_000, training_flops=1e7,
         tokens_per_second=1234.0, memory_gb=None, steps=10, batch=(4, 4), seed=0, order_seed=0, data="abc",
-        evaluated_data="abc", losses=(np.arange(10), np.linspace(3, loss, 10)),
+        evaluated_data="abc", settings={"name": name, "model.kind": "language_model", "model.pattern": (name,)}, losses=(np.arange(10), np.linspace(3, loss, 10)),
         evaluation=Evaluation(
             loss=loss, bits_per_byte=None, tokens=4, bytes=0, position_loss_T=np.array([np.nan, loss, loss, loss]),
             position_tokens_T=np.array([0, 1, 1, 2]),
@@ -178,6 +194,31 @@ def test_without_a_transformer_the_positions_are_left_out(tmp_path):
     report = comparison.Comparison([result("gla", 2.0), result("mesa", 1.75)], failed={})
     report.write(tmp_path)
     assert "Left out" in report.markdown() and not (tmp_path / "comparison-position.png").exists()
+
+
+def test_says_what_differs():
+    """Fields that runs have in common and set differently; absent ones are marked, names and equal ones left out."""
+    common = {"model.kind": "pha", "model.layers": 2, "model.alpha": None}
+    settings = (
+        common | {"name": "a", "model.pattern": ("gss", "attention"), "model.gss.modes": 16},
+        common | {"name": "b", "model.pattern": ("attention",), "model.alpha": 1.0},
+    )
+    runs = [result(values["name"], loss, settings=values) for loss, values in zip((1.0, 2.0), settings)]
+    report = comparison.Comparison(runs, failed={})
+    assert report.record()["differing"] == ["model.alpha", "model.pattern"]
+    section = report.markdown().partition("## What differs")[2].partition("![")[0]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
+    assert table[0] == ["run", "model.alpha", "model.pattern"]
+    assert table[2:] == [["a", "none", "gss, attention"], ["b", "1.0", "attention"]]
+
+
+def test_the_transformer_is_the_baseline_before_other_attention():
+    kind = lambda name: {"name": name, "model.kind": name}
+    runs = [
+        result(name, 2.0, pattern=("attention",), settings=kind(name)) for name in ("pha", "language_model", "another")
+    ]
+    assert comparison.Comparison(runs, failed={}).baseline.name == "language_model"
+    assert comparison.Comparison(runs[:1], failed={}).baseline.name == "pha"
 
 
 @pytest.mark.parametrize("field", comparison.Result.SHARED)

@@ -18,6 +18,7 @@ from configs import (
     hawk_mesa,
     mamba2,
     mesanet,
+    pha,
     prepare,
     sliding_window,
     transformer,
@@ -41,6 +42,7 @@ CONFIGS = {
         ("hawk_mesa", hawk_mesa, backbone.SIZES),
         ("sliding_window", sliding_window, sliding_window.SIZES),
         ("xlstm", xlstm, backbone.SIZES + backbone.PUBLISHED_SIZES),
+        ("pha", pha, (*pha.SIZES, *(f"125m-{variant}" for variant in pha.VARIANTS))),
         ("prepare", prepare, prepare.PRESETS),
     )
     for variant in variants

@@ -5,7 +5,7 @@ b: rows of a process's share of a batch   T: seq_len   L: T + 1
 Grain shuffles and prefetches. It imports jax itself, so the processes that prepare data never import this file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grain
 import numpy as np
@@ -23,14 +23,14 @@ class Batches:
     """Step s -> batch s, for `steps` steps.
 
     Rows are shuffled globally and without repetition in an epoch, each epoch in another order, an epoch running on
-    into the next within a batch. Batch s depends on the rows, `batch_size`, `seed` and s only: processes p of P read
-    the p-th of P equal slices of it.
+    into the next within a batch. Batch s depends on the rows, `batch_size`, `seed` and s only; a process reads those
+    of its rows that its devices hold.
 
     Args:
       batch_size: rows of the global batch.
-      process_index, process_count: whose slice this is.
+      positions: which rows of each batch to read (`mesh.local_rows`); None: all.
 
-    Raises UserError where the rows are fewer than a batch, or a batch cannot be divided among the processes.
+    Raises UserError where the rows are fewer than a batch.
     """
 
     def __init__(
@@ -40,8 +40,7 @@ class Batches:
         *,
         seed: int,
         steps: int,
-        process_index: int = 0,
-        process_count: int = 1,
+        positions: Sequence[int] | None = None,
     ):
         if len(rows) < batch_size:
             raise UserError(
@@ -51,7 +50,7 @@ class Batches:
         self._rows = rows
         self._batch_size = batch_size
         self._steps = steps
-        self._slice = _slice(batch_size, process_index, process_count)
+        self._positions = range(batch_size) if positions is None else positions
         # Grain's epoch e under seed s is epoch 0 under seed s + e: hashed, neighbouring seeds have nothing in common.
         hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         self._order = grain.MapDataset.range(len(rows)).shuffle(seed=hashed).repeat(None)
@@ -62,7 +61,7 @@ class Batches:
     def row_indices(self, step: int) -> list[int]:
         """The rows of the process's share of batch `step`, in time independent of `step`."""
         first = step * self._batch_size
-        return [int(self._order[first + position]) for position in self._slice]
+        return [int(self._order[first + position]) for position in self._positions]
 
     def __getitem__(self, step: int) -> Batch:
         """inputs, targets, segment_ids int32 [b, T] and weights float32 [b, T]; see `to_batch`."""
@@ -74,19 +73,12 @@ class Batches:
         return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_AHEAD)))
 
 
-def _slice(batch_size: int, process_index: int, process_count: int) -> range:
-    """The positions of a global batch that a process reads."""
-    if batch_size % process_count:
-        raise UserError(f"a batch of {batch_size} rows cannot be divided among {process_count} processes")
-    share = batch_size // process_count
-    return range(process_index * share, (process_index + 1) * share)
+def eval_batches(rows: PackedRows, batch_size: int, *, positions: Sequence[int] | None = None) -> Iterator[Batch]:
+    """Every row once, in order, in batches of one shape; the last is filled up with rows of weight 0.
 
-
-def eval_batches(
-    rows: PackedRows, batch_size: int, *, process_index: int = 0, process_count: int = 1
-) -> Iterator[Batch]:
-    """Every row once, in order, in batches of one shape; the last is filled up with rows of weight 0."""
-    positions = _slice(batch_size, process_index, process_count)
+    `positions` are the rows of each batch to read, ascending; None: all.
+    """
+    positions = range(batch_size) if positions is None else positions
     for first in range(0, len(rows), batch_size):
         wanted = [first + position for position in positions if first + position < len(rows)]
         rows_R = np.zeros(len(positions), rows.dtype)

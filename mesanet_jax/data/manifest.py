@@ -15,7 +15,7 @@ from mesanet_jax.errors import UserError
 
 VERSION = 1
 NAME = "manifest.json"
-_COUNTS = ("documents", "text_bytes", "tokens", "rows")
+COUNTS = ("documents", "text_bytes", "words", "tokens", "rows")  # of a split; `words` are separated by white space
 
 
 def build(
@@ -27,9 +27,9 @@ def build(
     for record in records:
         problems.merge(record["problems"])
         for split, counts in record["splits"].items():
-            total = splits.setdefault(split, {"shards": [], **dict.fromkeys(_COUNTS, 0)})
+            total = splits.setdefault(split, {"shards": [], **dict.fromkeys(COUNTS, 0)})
             total["shards"].append(counts["shard"])
-            for key in _COUNTS:
+            for key in COUNTS:
                 total[key] += counts[key]
     for split, total in splits.items():
         total["padding_tokens"] = total["rows"] * (config.seq_len + 1) - total["tokens"]

@@ -136,7 +136,7 @@ class _Shard:
         self._joined = job.document == "join"
         self._inside = not unit.begins  # of a document that goes on
         self._ends = unit.ends
-        self._record = {"documents": 0, "text_bytes": 0, "tokens": 0, "rows": 0}
+        self._record = dict.fromkeys(manifest.COUNTS, 0)
         self._write_header()
 
     def _write_header(self) -> None:
@@ -155,6 +155,8 @@ class _Shard:
         if not self._joined:
             self._append(self._eos, starts=False)
         self._record["text_bytes"] += document.size
+        # The line end of a joined corpus is a word, as in the published counts of WikiText (its <eos>).
+        self._record["words"] += len(document.text.split()) + self._joined
 
     def _append(self, *ids: np.ndarray, starts: bool) -> None:
         ids_N = np.concatenate(ids)

@@ -58,6 +58,12 @@ class PackedRows:
             raise UserError(f"{self._directory.path}: its tokenizer file is not the one its rows were made with")
         return tokens
 
+    @property
+    def words(self) -> int | None:
+        """Words of the split's text, the denominator of word-level perplexity; None in data that were prepared before they
+        were counted."""
+        return self.manifest["splits"][self.split].get("words")
+
     def __len__(self) -> int:
         return self._ends[-1]
 

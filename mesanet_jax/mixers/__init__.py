@@ -7,7 +7,8 @@ A mixer is an `nnx.Module` with the options it declares in `FIELDS` and four cal
     extend(x_BTD, state) -> (y_BTD, state)                   a chunk of one document (prefill)
     step(x_BD, state) -> (y_BD, state)                       one token (decoding)
 
-and `flops_per_token(seq_len)`, its `Flops`, and `check(model)`, which refuses impossible options. Adding one is a file here, a line below and a config.
+and `flops_per_token(seq_len)`, its `Flops`, and `check(model)`, which refuses impossible options. One that has something
+to tell about its work has `observe(x_BTD, segment_ids_BT) -> (y_BTD, {name: array})` too. Adding one is a file here, a line below and a config.
 """
 
 from mesanet_jax.mixers.attention import Attention

@@ -57,6 +57,9 @@ class LayerState(NamedTuple):
     memory: Any  # the state of the family's op, float32
 
 
+EMPTY = LayerState(None, None, None, None)  # before a row that is read whole
+
+
 class Controlled(nnx.Module):
     """A family states its `SECTION` of the config, its `FIELDS`, its gates, and how its op reads and writes a memory."""
 
@@ -166,14 +169,15 @@ class Controlled(nnx.Module):
             return self.out(flat(self.norm(grouped(flat(o) * gate))))
         return self.out(flat(self.norm(grouped(o))) * gate)
 
-    def _run_row(self, x_BTD, state: LayerState, *, segment_ids):
+    def _run_row(self, x_BTD, state: LayerState, *, segment_ids, mix=None):
         def convolve(x_BTC, taps_WC, tail):
             return causal_conv1d(x_BTC, taps_WC, activation="silu", segment_ids=segment_ids, initial_state=tail)
 
-        return self._run(x_BTD, state, convolve=convolve, mix=partial(self._mix, segment_ids=segment_ids))
+        mix = partial(mix or self._mix, segment_ids=segment_ids)
+        return self._run(x_BTD, state, convolve=convolve, mix=mix)
 
     def __call__(self, x_BTD, segment_ids_BT):
-        return self._run_row(x_BTD, LayerState(None, None, None, None), segment_ids=segment_ids_BT)[0]
+        return self._run_row(x_BTD, EMPTY, segment_ids=segment_ids_BT)[0]
 
     def init_state(self, batch: int, *, max_length: int, dtype) -> LayerState:
         del max_length  # the state is of constant size

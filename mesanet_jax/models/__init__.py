@@ -13,9 +13,11 @@ from flax import nnx, traverse_util
 
 from mesanet_jax.flops import Flops
 from mesanet_jax.models.language_model import LanguageModel
+from mesanet_jax.models.pha import ParallelHybrid
 
 MODELS = {
     "language_model": LanguageModel,
+    "pha": ParallelHybrid,
 }
 
 
@@ -38,6 +40,10 @@ class Model:
     def loss(self, params, batch):
         """Nats of each target times its weight, [B,T] float32; `batch` as `mesanet_jax.data.loader` makes it."""
         return self.bind(params).loss(batch)
+
+    def observe(self, params, batch):
+        """What the layers tell about their work on a batch: name -> {layer: array}; empty where none does."""
+        return self.bind(params).observe(batch)
 
     def init_state(self, params, batch: int, *, max_length: int):
         """Decoding state for `batch` sequences of at most `max_length` tokens."""

@@ -3,6 +3,8 @@
 B batch, T time, D model width.
 """
 
+from collections.abc import Callable, Sequence
+
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -29,9 +31,18 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def __call__(self, x_BTD, segment_ids_BT):
-        mixed_BTD = self.mixer(self.mixer_norm(x_BTD), segment_ids_BT)
+        return self._add(x_BTD, self.mixer(self.mixer_norm(x_BTD), segment_ids_BT))
+
+    def _add(self, x_BTD, mixed_BTD):
         x_BTD = x_BTD + checkpoint_name(mixed_BTD, "mixer")
         return constrain(self._feed_forward(constrain(x_BTD, ACTIVATION)), ACTIVATION)
+
+    def observe(self, x_BTD, segment_ids_BT):
+        """As a call, with what the mixer tells about its work."""
+        if not hasattr(self.mixer, "observe"):
+            return self(x_BTD, segment_ids_BT), {}
+        mixed_BTD, seen = self.mixer.observe(self.mixer_norm(x_BTD), segment_ids_BT)
+        return self._add(x_BTD, mixed_BTD), seen
 
     def init_state(self, batch: int, *, max_length: int, dtype):
         return self.mixer.init_state(batch, max_length=max_length, dtype=dtype)
@@ -50,21 +61,29 @@ class Block(nnx.Module):
 
 
 class Group(nnx.Module):
-    """The blocks of `mixers` in turn: one period of the block pattern, or the part of it at the end of the model."""
+    """The blocks that `makers` make, in turn: one period of the model's blocks, or the part of it at the model's end."""
 
-    def __init__(self, model, mixers: tuple[str, ...], *, rngs: nnx.Rngs):
-        self.names = tuple(f"block_{index}" for index in range(len(mixers)))
-        for name, mixer in zip(self.names, mixers, strict=True):
-            setattr(self, name, Block(model, mixer, rngs=rngs))
+    def __init__(self, makers: Sequence[Callable[..., nnx.Module]], *, rngs: nnx.Rngs):
+        self.names = tuple(f"block_{index}" for index in range(len(makers)))
+        for name, make in zip(self.names, makers, strict=True):
+            setattr(self, name, make(rngs=rngs))
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[nnx.Module]:
         return [getattr(self, name) for name in self.names]
 
     def __call__(self, x_BTD, segment_ids_BT):
         for block in self.blocks:
             x_BTD = block(x_BTD, segment_ids_BT)
         return x_BTD
+
+    def observe(self, x_BTD, segment_ids_BT):
+        """As a call, with what each block tells, in their order."""
+        told = []
+        for block in self.blocks:
+            x_BTD, seen = block.observe(x_BTD, segment_ids_BT)
+            told.append(seen)
+        return x_BTD, tuple(told)
 
     def init_state(self, batch: int, *, max_length: int, dtype):
         return tuple(block.init_state(batch, max_length=max_length, dtype=dtype) for block in self.blocks)

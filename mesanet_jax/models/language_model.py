@@ -6,14 +6,18 @@ the number of layers is no multiple of it (`tail`).
 B batch, T time, D model width, V vocabulary (padded to a multiple for sharding).
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mesanet_jax.errors import UserError
 from mesanet_jax.flops import Flops, products
 from mesanet_jax.layers import RMSNorm, param, stack
 from mesanet_jax.mesh import constrain
-from mesanet_jax.models.block import ACTIVATION, Group
+from mesanet_jax.models.block import ACTIVATION, Block, Group
 from mesanet_jax.models.remat import remat
 from mesanet_jax.schema import Field
 from mesanet_kernels import softmax_cross_entropy
@@ -39,6 +43,19 @@ class LanguageModel(nnx.Module):
         "remat": Field("mixer", "what the backward pass recomputes", choices=("none", "matmuls", "mixer", "full")),
     }  # fmt: skip
 
+    @staticmethod
+    def check(model) -> None:
+        """Raises UserError for a combination of fields that no model can have."""
+        if model.layers < len(model.pattern):
+            raise UserError(
+                f"config.model.layers={model.layers}: fewer than the {len(model.pattern)} blocks of config.model.pattern"
+            )
+
+    @staticmethod
+    def block_makers(model) -> tuple[Callable[..., nnx.Module], ...]:
+        """One period of blocks: each a function of `rngs=` alone."""
+        return tuple(partial(Block, model, mixer) for mixer in model.pattern)
+
     def __init__(self, model, *, rngs: nnx.Rngs):
         self.vocab_size = model.vocab_size
         padded = -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
@@ -48,9 +65,10 @@ class LanguageModel(nnx.Module):
         table = lambda: param(rngs, _table_init, (padded, model.dim), ("vocab", "embed"))
         self.embedding = table()
         self.head = None if model.tie_embeddings else table()
-        count, rest = divmod(model.layers, len(model.pattern))
-        self.groups = stack(lambda rngs: Group(model, model.pattern, rngs=rngs), count, rngs=rngs)
-        self.tail = Group(model, model.pattern[:rest], rngs=rngs) if rest else None
+        makers = self.block_makers(model)
+        count, rest = divmod(model.layers, len(makers))
+        self.groups = stack(lambda rngs: Group(makers, rngs=rngs), count, rngs=rngs)
+        self.tail = Group(makers[:rest], rngs=rngs) if rest else None
         self.final_norm = RMSNorm(model.dim, rngs=rngs, eps=model.norm_eps)
 
     def _embed(self, tokens):
@@ -62,19 +80,37 @@ class LanguageModel(nnx.Module):
 
     def hidden(self, tokens_BT, segment_ids_BT):
         """The normed stream before the head, [B,T,D]."""
+        x_BTD, _ = self._blocks(lambda group, *args: (group(*args), None), tokens_BT, segment_ids_BT)
+        return self.final_norm(x_BTD)
+
+    def _blocks(self, call, tokens_BT, segment_ids_BT):
+        """The stream after all blocks, and what else `call(group, x, segment_ids)` gives, stacked over groups, and of the tail."""
         if not self.resets:
             segment_ids_BT = jnp.zeros_like(segment_ids_BT)
 
         def run(graphdef):
-            return lambda x_BTD, params: (nnx.merge(graphdef, params)(x_BTD, segment_ids_BT), None)
+            return lambda x_BTD, params: call(nnx.merge(graphdef, params), x_BTD, segment_ids_BT)
 
-        x_BTD = constrain(self._embed(tokens_BT), ACTIVATION)
+        x_BTD, of_tail = constrain(self._embed(tokens_BT), ACTIVATION), ()
         graphdef, stacked = nnx.split(self.groups)
-        x_BTD, _ = jax.lax.scan(remat(run(graphdef), self.remat), x_BTD, stacked)
+        x_BTD, of_groups = jax.lax.scan(remat(run(graphdef), self.remat), x_BTD, stacked)
         if self.tail is not None:
             graphdef, params = nnx.split(self.tail)
-            x_BTD, _ = remat(run(graphdef), self.remat, scanned=False)(x_BTD, params)
-        return self.final_norm(x_BTD)
+            x_BTD, of_tail = remat(run(graphdef), self.remat, scanned=False)(x_BTD, params)
+        return x_BTD, (of_groups, of_tail)
+
+    def observe(self, batch):
+        """What the mixers tell about their work on a batch: name -> {layer: array}."""
+        _, (of_groups, of_tail) = self._blocks(Group.observe, batch["inputs"], batch["segment_ids"])
+        told: dict[str, dict[int, jax.Array]] = {}
+        for block, seen in enumerate(of_groups):
+            for name, x_G in seen.items():
+                told.setdefault(name, {}).update({len(of_groups) * group + block: x for group, x in enumerate(x_G)})
+        count = len(of_groups) * jax.tree.leaves(nnx.state(self.groups))[0].shape[0]
+        for block, seen in enumerate(of_tail):
+            for name, x in seen.items():
+                told.setdefault(name, {})[count + block] = x
+        return told
 
     def loss(self, batch):
         """Negative log-likelihood in nats of each target, [B,T] float32, zero where its weight is zero."""

@@ -9,6 +9,7 @@ from data_helpers import ROOT, austen_texts, corpus, documents, make_config, wri
 from mesanet_jax import schema
 from mesanet_jax.data import packing
 from mesanet_jax.data.rows import PackedRows
+from mesanet_jax.evals import stream
 from mesanet_jax.prepare import prepare
 
 
@@ -22,6 +23,7 @@ def test_documents_come_back_exactly(tmp_path, seq_len, bos, eos):
     assert documents(tmp_path / "out") == texts
     assert made["documents"] == len(texts)
     assert made["text_bytes"] == sum(len(text.encode()) for text in texts)
+    assert made["words"] == sum(len(text.split()) for text in texts)
     assert made["tokens"] == made["text_bytes"] + len(texts) * (bos + eos)
     assert made["rows"] * (seq_len + 1) == made["tokens"] + made["padding_tokens"]
 
@@ -81,7 +83,10 @@ def test_join_is_one_document_over_units(tmp_path):
         )["splits"]["train"]
         assert len(made["shards"]) > 1 and made["documents"] == 1
         assert made["tokens"] == made["text_bytes"] + 2
+        assert made["words"] == sum(len(row.split()) + 1 for row in rows)  # a line end is a word
         assert "".join(documents(out)) == "".join(rows)
+        joined = PackedRows(str(out), "train")
+        assert joined.tokenizer.decode(stream.read(joined)[0]) == "".join(rows)
         packed = [np.load(out / shard["file"]) for shard in made["shards"]]
         assert sum(packing.starts(shard).sum() for shard in packed) == 1
         assert (packed[0]["tokens"][0, 0], packed[-1]["tokens"][-1][packed[-1]["length"][-1] - 1]) == (256, 257)

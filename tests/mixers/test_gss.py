@@ -74,3 +74,17 @@ def test_widths_of_zero_are_refused():
     model.dim, model.gss.ssm_width = 8, 0.01
     with pytest.raises(UserError, match="ssm_width=0.01: no channel is left of 8"):
         gss.GSS.check(model)
+
+
+def test_memory_of_32k_tokens():
+    """Forward and backward grow with the length alone, and hold far less than the complex states [T,H,N] of all tokens."""
+    graphdef, state = nnx.split(mixer(ssm_width=0.5))
+
+    def temporary(length):
+        loss = lambda state, x_BTE: jnp.sum(nnx.merge(graphdef, state)(x_BTE, jnp.zeros((1, length), jnp.int32)) ** 2)
+        row = jax.ShapeDtypeStruct((1, length, E), jnp.float32)
+        return jax.jit(jax.grad(loss)).lower(state, row).compile().memory_analysis().temp_size_in_bytes
+
+    whole, quarter = temporary(32_768), temporary(8192)
+    assert whole < 4.1 * quarter
+    assert whole < 32_768 * 8 * 8 * N / 3

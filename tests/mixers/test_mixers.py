@@ -44,6 +44,7 @@ VARIANTS = {name: (name, {}) for name in MIXERS} | {
     "mesa_wide_values": ("mesa", {"key_size": 6, "value_size": 10, "key_heads": 1, "decay": "softplus"}),
     "hawk_options": ("hawk", {"num_blocks": 3, "expansion": 1.5, "decay_init": "recurrentgemma"}),
     "sliding": ("sliding", {"window": 5}),
+    "attention_cosine": ("attention", {"cosine": True, "kv_heads": 1}),
     "attention_grouped_window": ("attention", {"kv_heads": 1, "window": 5}),
     "mesa_options": ("mesa", {"conv_on_value": True, "output_gate": True, "decay_cap": 1.0}),
     "mesa_unconverged": (  # memories of up to 3000 tokens, a weak ridge, four iterations
@@ -227,6 +228,11 @@ def test_a_token_repeated_4096_times(variant, dtype):
     [
         ("attention", {"attention.kv_heads": 2}, "kv_heads=2: must divide config.model.heads=3"),
         ("sliding", {"sliding.kv_heads": 2}, "model.sliding.kv_heads=2: must divide config.model.heads=3"),
+        (
+            "sliding",
+            {"sliding.temperature_init": 100.0},
+            "sliding.temperature_init=100.0: must be below temperature_max=100.0",
+        ),
         ("attention", {"head_dim": 15}, "head_dim=15: rotary positions need an even size"),
         ("hawk", {"hawk.num_blocks": 7}, "7 blocks do not divide the width 960"),
         ("mesa", {"mesa.lambda_init": 0.25}, "lambda_init=0.25: must be above lambda_floor=0.25"),

@@ -1,0 +1,127 @@
+"""Everything that docs/results/pha.md is to report, on one GPU: `python scripts/pha_results.py --data=DATA --out=DIR`
+
+DATA is prepared beforehand, WikiText-103 as one text a split, with GPT-2's tokenizer:
+
+    python -m mesanet_jax.prepare --config=configs/prepare.py:wikitext --config.input='TRAIN-*.parquet' \
+        --config.validation_input=VALIDATION.parquet --config.test_input=TEST.parquet --config.output=DATA \
+        --config.tokenizer.kind=huggingface --config.tokenizer.path=GPT2/tokenizer.json --config.seq_len=1024
+
+or OpenWebText with its fixed held-out documents (a hash of the text; configs/prepare.py:openwebtext). Each step prints its
+command, and running this again goes on where it stopped: runs resume, and what is finished is not repeated. --dry_run
+prints the commands alone. `--config.FIELD=VALUE` holds for every run.
+"""
+
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+
+from mesanet_jax import cli
+from mesanet_jax.evals.stream import Windows
+from mesanet_jax.evaluate import file_name, markdown_table
+
+VARIANTS = (
+    "", "-attention_only", "-sequential", "-no_gss", "-no_attention", "-no_auxiliary", "-uniform", "-no_branch_norm", "-alpha1"
+)  # fmt: skip
+WARM_UP_FREE = ("", "-sequential", "-attention_only")  # trained without warm-up and clipping too
+WINDOWS = Windows(context=1024, stride=512)
+
+
+def main(argv: list[str]) -> int:
+    flags = cli.parser(__doc__)
+    flags.add_argument("--data", required=True, help="a directory written by mesanet_jax.prepare")
+    flags.add_argument("--out", required=True, type=pathlib.Path, help="where runs and reports are kept")
+    flags.add_argument("--size", default="90m", help="of configs/pha.py")
+    flags.add_argument("--steps", type=int, default=4000, help="updates of a run")
+    flags.add_argument("--seeds", default="0,1,2", help="seeds of the weights and of the order of rows")
+    flags.add_argument("--split", default="validation", help="split of the stream protocol")
+    flags.add_argument("--efficiency", default="180m", help="size of the efficiency figure")
+    flags.add_argument("--dry_run", action="store_true", help="print the commands alone")
+    args, overrides = cli.parse(flags, argv)
+    seeds = args.seeds.split(",")
+    failed = [command for command in commands(args, seeds, overrides) if not run(command, dry=args.dry_run)]
+    if not args.dry_run:
+        (args.out / "seeds.md").write_text(table(args, seeds) + "\n")
+        print((args.out / "seeds.md").read_text())
+    for command in failed:
+        print(f"failed: {' '.join(command)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def commands(args, seeds: list[str], overrides: dict[str, str]) -> list[list[str]]:
+    """In order of what is wanted first; each goes on where it stopped."""
+    module = lambda name: [sys.executable, "-m", f"mesanet_jax.{name}"]
+    values = [f"--config.{path}={value}" for path, value in overrides.items()]
+
+    def compare(name: str, variants: tuple[str, ...], seed: str, *more: str) -> list[str]:
+        specs = ",".join(f"configs/pha.py:{args.size}{variant}" for variant in variants)
+        fixed = (f"--config.data.path={args.data}", f"--config.seed={seed}", f"--config.data.seed={seed}")
+        return [
+            *module("compare"),
+            f"--configs={specs}",
+            f"--workdir={args.out}/{name}",
+            f"--steps={args.steps}",
+            *fixed,
+            *more,
+            *values,
+        ]
+
+    def stream(name: str, variant: str) -> list[str]:
+        workdir = f"--workdir={args.out}/{name}/pha-{args.size}{variant}"
+        return [
+            *module("evaluate"),
+            workdir,
+            f"--split={args.split}",
+            "--protocol=stream",
+            f"--context={WINDOWS.context}",
+            f"--stride={WINDOWS.stride}",
+        ]
+
+    found = [
+        [sys.executable, str(pathlib.Path(__file__).with_name("efficiency.py")), f"--out={args.out}/efficiency",
+         f"--configs=configs/pha.py:{args.efficiency},configs/pha.py:{args.efficiency}-attention_only"]
+    ]  # fmt: skip
+    for seed in seeds:
+        found.append(compare(f"seed{seed}", VARIANTS, seed))
+        unevaluated = [variant for variant in VARIANTS if not stream_json(args, seed, variant).exists()]
+        found += [stream(f"seed{seed}", variant) for variant in unevaluated]
+    free = ("--config.optimizer.warmup_steps=0", "--config.optimizer.clip_norm=none")
+    found.append(compare("no_warm_up", WARM_UP_FREE, seeds[0], *free))
+    return found
+
+
+def stream_json(args, seed: str, variant: str) -> pathlib.Path:
+    name = file_name(args.split, args.steps, WINDOWS)
+    return args.out / f"seed{seed}" / f"pha-{args.size}{variant}" / "evaluation" / f"{name}.json"
+
+
+def run(command: list[str], *, dry: bool) -> bool:
+    print(f"$ {' '.join(command)}", flush=True)
+    return dry or subprocess.run(command).returncode == 0
+
+
+def table(args, seeds: list[str]) -> str:
+    """Stream perplexities, mean and standard deviation over the seeds that are there."""
+    rows = []
+    for variant in VARIANTS:
+        paths = [path for seed in seeds if (path := stream_json(args, seed, variant)).exists()]
+        records = [json.loads(path.read_text()) for path in paths]
+        cells = [
+            spread([record[name] for record in records]) for name in ("perplexity", "word_perplexity", "bits_per_byte")
+        ]
+        parameters = f"{records[0]['parameters'] / 1e6:.2f}M" if records else "-"
+        rows.append((f"pha-{args.size}{variant}", parameters, f"{len(records)}", *cells))
+    return markdown_table(("run", "parameters", "seeds", "perplexity", "word-level", "bits / byte"), rows)
+
+
+def spread(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    deviation = f" +- {statistics.stdev(known):.4f}" if len(known) > 1 else ""
+    return f"{statistics.mean(known):.4f}{deviation}"
+
+
+if __name__ == "__main__":
+    cli.run(main)
