@@ -44,7 +44,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while (left := self._last + self._allowed - time.monotonic()) > 0:
-            if self._over.wait(left):
+            if self._over.wait(min(left, self._limit / 10)):  # the first beat shortens what is allowed
                 return
         faulthandler.dump_traceback(file=sys.stderr)
         minutes = (time.monotonic() - self._last) / 60

@@ -1,5 +1,6 @@
 """A run that hangs ends, and says where; one that goes on does not."""
 
+import re
 import subprocess
 import sys
 import time
@@ -28,7 +29,8 @@ def test_a_run_that_hangs_ends_with_every_stack():
     done = subprocess.run([sys.executable, "-c", HANGING], cwd=ROOT, capture_output=True, text=True, timeout=50)
     assert done.returncode == distributed.STUCK and done.stdout == "still here\n"
     assert "in waits_for_a_lost_host" in done.stderr
-    assert "error: no step finished for 0.0" in done.stderr
+    silence = re.search(r"error: no step finished for (.*) minutes", done.stderr)
+    assert 1 / 60 <= float(silence[1]) < 2 / 60
 
 
 def test_it_waits_longer_for_the_first_step(monkeypatch):
@@ -40,7 +42,7 @@ def test_it_waits_longer_for_the_first_step(monkeypatch):
         time.sleep(1.2)
         assert not ended
         watchdog.beat()
-        time.sleep(1.2)
+        time.sleep(1.2)  # less than was allowed at first
         assert ended == [distributed.STUCK]
     with Watchdog(0.2 / 60):
         pass
