@@ -70,10 +70,7 @@ def compile_row(spec: str, pod: str) -> None:
 
 
 def row(spec: str, pod: str) -> str:
-    record = record_of(spec, pod)
-    if not record.exists():
-        return f"| `{spec}` | not compiled yet | | | | | | | | |"
-    facts = json.loads(record.read_text())
+    facts = json.loads(record_of(spec, pod).read_text())
     memory = f"{sum(facts['memory'].values()) / GIBIBYTE:.1f}" + ("" if facts["fits"] else " (does not fit)")
     mesh = " x ".join(f"{axis} {ways}" for axis, ways in facts["mesh"].items() if ways > 1)
     rows = facts["batch_size"] // (facts["mesh"]["data"] * facts["mesh"]["fsdp"] * facts["accumulation"])
@@ -81,9 +78,9 @@ def row(spec: str, pod: str) -> str:
     if "estimate" not in facts:
         return start + "| | | | | |"
     guess, sent = facts["estimate"], sum(each["bytes"] for each in facts["collectives"].values())
-    between = lambda values, form: " to ".join(form.format(value) for value in sorted(values))
+    between = lambda values, form: " to ".join(dict.fromkeys(form.format(value) for value in sorted(values)))
     return start + (
-        f"| {facts['matmul_flops'] / 1e12:.1f} | {sent / 1e9:.1f} | {between(guess['step_seconds'], '{:.2f}')} "
+        f"| {facts['matmul_flops'] / 1e12:.1f} | {sent / 1e9:.1f} | {'from ' * bool(guess['kernels_without'])}{between(guess['step_seconds'], '{:.2f}')} "
         f"| {between([100 * share for share in guess['mfu']], '{:.0f}')} "
         f"| {between(guess['dollars_per_billion_tokens'], '{:.0f}')} |"
     )
@@ -102,14 +99,17 @@ def page() -> str:
         "```",
         "",
         f"{len(done)} of {total} rows are compiled; the command goes on with the others (some minutes each on two cores).",
-        f"Compiled {dates[0]} to {dates[-1]} with {'; '.join(versions)}." if done else "",
+        f"Compiled on {', '.join(dates)} with {'; '.join(versions)}.",
         "",
         "**Nothing here ran on a TPU.** Memory is what the TPU compiler assigned on each chip. Rows x turns: rows a device",
-        "holds at once (the most of 16, 8, 4 ... that fit) and in how many turns it takes its share of the 256 rows of 2048.",
+        "holds at once (16, on v5e 8 above 140m, halved until they fit) and in how many turns it takes its share of the 256",
+        "rows of 2048.",
         "TFLOP are of a chip and step: those the model needs (`mesanet_jax/flops.py`) and those of the compiled matrix",
         "products, recomputation included. GB: results of the collectives of a chip and step. Seconds, MFU and dollars are",
         "an **estimate**: the cycles that the compiler's cost model expects, with the transfers between chips all hidden to",
-        "none hidden; real steps may well be slower. Dollars by `configs/prices.toml`.",
+        'none hidden; real steps may well be slower. Dollars by `configs/prices.toml`. "from": the compiler gives no cycles',
+        "for Pallas kernels, so that the seconds are a lower bound (and MFU an upper one); the kernels' products are not in the",
+        "compiled TFLOP either. `kernels/benchmarks/tpu_estimate.py` has what it expects of each kernel alone.",
     ]
     for pod, name in PODS.items():
         lines += [
@@ -118,7 +118,7 @@ def page() -> str:
             "",
             "| config | mesh | rows x turns | memory GiB | model TFLOP | compiled TFLOP | GB | seconds a step | MFU % | $ per billion tokens |",
             "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-            *(row(spec, each) for spec, each in tasks() if each == pod),
+            *(row(spec, each) for spec, each in tasks() if each == pod and record_of(spec, each).exists()),
         ]
     return "\n".join([*lines, *WINDOWED_EINSUM]) + "\n"
 

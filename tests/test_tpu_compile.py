@@ -51,10 +51,12 @@ def test_training_step_compiles_and_fits(spec, pod, flags, tmp_path, capsys):
         print("\n" + done.stdout)
     assert sum(facts["memory"].values()) <= facts["memory_limit"]
     assert facts["unknown_loops"] == 0
-    assert facts["matmul_flops"] > facts["model_flops"]  # recomputation and whole chunks on top of what is needed
     assert facts["collectives"]
-    if facts["estimate"] is not None:
-        assert 0 < facts["estimate"]["mfu"][1] <= facts["estimate"]["mfu"][0] < 1
+    guess = facts["estimate"]
+    if guess is not None:
+        assert 0 < guess["mfu"][1] <= guess["mfu"][0] < 1
+        if not guess["kernels_without"]:  # recomputation and whole chunks on top of what is needed
+            assert facts["matmul_flops"] > facts["model_flops"]
 
 
 @pytest.mark.slow

@@ -19,12 +19,16 @@ _KERNEL = 'custom_call_target="tpu_custom_call"'  # Pallas; all other custom cal
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step on a chip: `computing`, and `transfers` at full link speed. `missing`: operations that the
-    compiler gives no cycles for (a Pallas kernel, say), by their number of executions; they count as nothing."""
+    """Seconds of a step on a chip: `computing`, and `transfers` at full link speed.
+
+    What the compiler gives no cycles for counts as nothing: `kernels`, executions of Pallas kernels (with any, the
+    seconds are a lower bound), and `others`, of gathers, scatters and sorts.
+    """
 
     computing: float
     transfers: float
-    missing: int
+    kernels: int
+    others: int
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -37,25 +41,28 @@ def estimate(build: Build, module: hlo.Module) -> Estimate | None:
     chip = build.topology.chip
     if chip is None or chip.clock is None:
         return None
-    cycles = missing = 0
+    cycles = kernels = others = 0
     for visit in hlo.walk(module):
         if visit.fused:
             continue
         if found := _CYCLES.search(visit.instruction.attributes):
             cycles += visit.times * int(found[1])
+        elif _KERNEL in visit.instruction.attributes:
+            kernels += visit.times
         elif _is_work(module, visit.instruction):
-            missing += visit.times
+            others += visit.times
     return Estimate(
         computing=cycles / (chip.clock * 1e9),
         transfers=collectives.sent(collectives.measure(module)) / (chip.link * 1e9),
-        missing=missing,
+        kernels=kernels,
+        others=others,
     )
 
 
 def _is_work(module: hlo.Module, instruction: hlo.Instruction) -> bool:
     """Whether it should have an estimate; a fusion around a collective should not, whose bytes are counted."""
     if instruction.opcode not in _WORK:
-        return _KERNEL in instruction.attributes
+        return False
     parts = [part for name in hlo.called(instruction) for part in module.computations[name].instructions.values()]
     return not any(collectives.is_collective(part) for part in parts)
 

@@ -57,7 +57,8 @@ def _estimated(build: Build, module: hlo.Module, price: Price | None) -> dict | 
     result = {
         "computing_seconds": guess.computing,
         "transfer_seconds": guess.transfers,
-        "operations_without": guess.missing,
+        "kernels_without": guess.kernels,
+        "others_without": guess.others,
         "step_seconds": list(guess.seconds),
         "tokens_per_second": [tokens / seconds for seconds in guess.seconds],
         "mfu": [utilisation(build, seconds) for seconds in guess.seconds],
@@ -137,8 +138,15 @@ def _estimate_lines(guess: dict) -> list[str]:
         f"({guess['transfer_seconds']:#.3g} s at full link speed) all hidden or none; nothing else may hold the chips up",
         *(f"{name:<24}{value:>22}" for name, value in rows),
     ]
-    if guess["operations_without"]:
-        lines.append(f"{guess['operations_without']} operations a step have no estimate and count as nothing")
+    if guess["kernels_without"]:
+        lines.append(
+            f"a LOWER bound of the seconds: {guess['kernels_without']} Pallas kernels a step have no estimate and count as"
+            " nothing (nor are their products in the matrix products)"
+        )
+    if guess["others_without"]:
+        lines.append(
+            f"{guess['others_without']} gathers, scatters or sorts a step have no estimate and count as nothing"
+        )
     if "price" in guess:
         price = guess["price"]
         lines.append(f"at ${price['dollars']:.2f} a chip and hour ({price['source']}, {price['date']})")

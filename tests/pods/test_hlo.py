@@ -47,6 +47,7 @@ PROGRAM = """HloModule jit_train, is_scheduled=true
   %fusion.1 = f32[64,32]{1,0} fusion(%weights, %done), kind=kOutput, calls=%product, backend_config={"window_config":{"estimated_cycles":"1000"}}
   %fusion.2 = f32[16,32]{1,0} fusion(%fusion.1), kind=kCustom, calls=%all-reduce-scatter.1
   %kernel = f32[16,32]{1,0} custom-call(%fusion.2), custom_call_target="tpu_custom_call"
+  %look-up = f32[16,32]{1,0} gather(%kernel, %p.7), offset_dims={1}
   ROOT %tuple.1 = (s32[]{:T(128)}, bf16[16,32]{1,0}) tuple(%p.7, %weights)
 }
 
@@ -112,12 +113,12 @@ def test_collectives_by_kind(module):
 
 
 def test_estimate_by_cycles_and_trips(module):
-    """6 products of 1000 cycles; the Pallas kernel has none, the fusions around collectives need none."""
+    """6 products of 1000 cycles; the Pallas kernel and the gather have none, fusions around collectives need none."""
     chip = CHIPS["v5p"]
     guess = estimate(SimpleNamespace(topology=SimpleNamespace(chip=chip)), module)
     assert guess.computing == pytest.approx(6000 / 1.75e9)
     assert guess.transfers == pytest.approx((6 * 6144 + 64 + 40) / 600e9)
-    assert guess.missing == 6
+    assert (guess.kernels, guess.others) == (6, 6)
     assert guess.seconds == (guess.computing, guess.computing + guess.transfers)
 
 

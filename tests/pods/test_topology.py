@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 
 from mesanet_jax import mesh as mesh_lib
@@ -100,3 +101,26 @@ def test_prices(tmp_path):
     table.write_text("[v5e]\ndollars = 1\n")
     with pytest.raises(UserError, match="source"):
         price.load(table, "v5e")
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One of two slices of four."""
+
+    id: int
+    slice_index: int
+    process_index: int = 0
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+
+
+def test_slices_split_the_data_axis_first():
+    """fsdp and tensor stay inside a slice, where the links are fast."""
+    devices = [Device(index, index // 4) for index in (5, 0, 4, 1, 7, 2, 6, 3)]
+    mesh = mesh_lib.make_mesh((-1, 2, 1), devices)
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 2, "tensor": 1}
+    slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
+    assert (slices[:2] == slices[0, 0, 0]).all() and (slices[2:] == slices[2, 0, 0]).all()
+    assert slices[0, 0, 0] != slices[2, 0, 0]
+    with pytest.raises(UserError, match="in 2 slices, which data must be a multiple of; try .*fsdp=4 "):
+        mesh_lib.make_mesh((-1, 8, 1), devices)
