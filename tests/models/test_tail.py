@@ -33,7 +33,10 @@ def as_tail(params):
     return params | {"groups": groups, "tail": {f"block_{index}": blocks[3 + index] for index in range(2)}}
 
 
-@pytest.mark.parametrize("policy", ["none", *POLICIES])
+@pytest.mark.parametrize(
+    "policy",
+    ["none", *(pytest.param(policy, marks=() if policy == "mixer" else pytest.mark.slow) for policy in POLICIES)],
+)
 def test_a_tail_is_more_of_the_same(policy):
     """Five equal blocks: scanned over, or three in a period and two in the tail."""
     config, scanned = build(("attention",))
@@ -92,6 +95,7 @@ def first_step(config, sizes):
     return jax.device_get(metrics), state["params"]
 
 
+@pytest.mark.slow
 def test_griffin_on_a_mesh():
     """The tail's parameters are split like the groups', and the update does not depend on it."""
     config = griffin.get_config("smoke")
@@ -105,6 +109,7 @@ def test_griffin_on_a_mesh():
         np.testing.assert_allclose(one[name], other[name], rtol=5e-6)
 
 
+@pytest.mark.slow  # tests/models/test_zoo.py holds their losses
 @pytest.mark.parametrize("family", [gated_deltanet, gla, mamba2, xlstm], ids=lambda family: family.__name__)
 def test_a_step_of_the_published_forms(family):
     metrics, params = first_step(family.get_config("smoke-published"), (1, 1, 1))
