@@ -21,6 +21,14 @@ def backbone(family: str, size: str, pattern: tuple[str, ...]):
     return config
 
 
+def split_published(size: str) -> tuple[str, bool]:
+    """(scale, published) of a size of a family with a preset: `440m`, or `440m-published` with its own paper's layer."""
+    scale, dash, form = size.partition("-")
+    if scale not in SIZES or (dash and form != "published"):
+        raise ValueError(f"no size {size!r}; choose from {', '.join(SIZES)}, each also as in 440m-published")
+    return scale, bool(dash)
+
+
 def small(config, size: str) -> None:
     """`demo`: the embedded corpus in a few minutes on two cores; `smoke`: seconds, for tests."""
     demo = size == "demo"

@@ -5,16 +5,16 @@ Mamba2's decay, convolution on values, an output gate, few wide heads of 3/4 and
 and values. The layer has 6 D^2 parameters in place of 4 D^2; a narrower feed-forward keeps the total within 1 %.
 """
 
-from configs.backbone import backbone
+from configs.backbone import backbone, split_published
 
 PEAK_LEARNING_RATE = {"140m": 1e-3, "440m": 2.5e-3, "1b": 2e-3}  # Table 8, 15B tokens
 
 
 def get_config(size: str = "140m"):
-    scale = size.removesuffix("-published")
+    scale, published = split_published(size)
     config = backbone("gated_deltanet", scale, ("gated_deltanet",))
     config.optimizer.learning_rate = PEAK_LEARNING_RATE.get(scale, config.optimizer.learning_rate)
-    if scale != size:
+    if published:
         config.name = f"gated_deltanet-{size}"
         as_published(config.model)
     return config

@@ -4,16 +4,16 @@
 channel, four heads with keys half as wide as values, an output gate; no input gate, convolution or normalised keys.
 """
 
-from configs.backbone import backbone
+from configs.backbone import backbone, split_published
 
 PEAK_LEARNING_RATE = {"140m": 2e-3, "440m": 2.5e-3, "1b": 2e-3}  # Table 8, 15B tokens
 
 
 def get_config(size: str = "140m"):
-    scale = size.removesuffix("-published")
+    scale, published = split_published(size)
     config = backbone("gla", scale, ("gla",))
     config.optimizer.learning_rate = PEAK_LEARNING_RATE.get(scale, config.optimizer.learning_rate)
-    if scale != size:
+    if published:
         config.name = f"gla-{size}"
         as_published(config.model)
     return config

@@ -6,16 +6,16 @@ for the biases of its convolutions: twice the stream's width in heads of 64, whi
 layer has a little over 6 D^2 parameters in place of 4 D^2; a narrower feed-forward keeps the total within 1 %.
 """
 
-from configs.backbone import backbone
+from configs.backbone import backbone, split_published
 
 PEAK_LEARNING_RATE = {"140m": 3e-3, "440m": 2.5e-3, "1b": 2e-3}  # Table 8, 15B tokens
 
 
 def get_config(size: str = "140m"):
-    scale = size.removesuffix("-published")
+    scale, published = split_published(size)
     config = backbone("mamba2", scale, ("mamba2",))
     config.optimizer.learning_rate = PEAK_LEARNING_RATE.get(scale, config.optimizer.learning_rate)
-    if scale != size:
+    if published:
         config.name = f"mamba2-{size}"
         as_published(config.model)
     return config

@@ -5,16 +5,16 @@ RMSNorm of the other families in place of a LayerNorm: keys half as large as val
 start closed, a sigmoid output gate, no convolution.
 """
 
-from configs.backbone import backbone
+from configs.backbone import backbone, split_published
 
 PEAK_LEARNING_RATE = {"140m": 2.5e-3, "440m": 3e-3, "1b": 1.5e-3}  # Table 8, 15B tokens
 
 
 def get_config(size: str = "140m"):
-    scale = size.removesuffix("-published")
+    scale, published = split_published(size)
     config = backbone("xlstm", scale, ("mlstm",))
     config.optimizer.learning_rate = PEAK_LEARNING_RATE.get(scale, config.optimizer.learning_rate)
-    if scale != size:
+    if published:
         config.name = f"xlstm-{size}"
         as_published(config.model)
     return config

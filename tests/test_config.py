@@ -144,6 +144,10 @@ def test_pattern_brings_the_fields_of_its_mixers(text):
         ("configs", "no file configs"),
         ("README.md", "not a Python file"),
         ("configs/mesanet.py:141m", "no size '141m'; choose from 140m, 440m, 1b, demo, smoke"),
+        (
+            "configs/gla.py:440m-publishd",
+            "no size '440m-publishd'; choose from 140m, 440m, 1b, demo, smoke, each also as in",
+        ),
         ("configs/prepare.py:demo", "returns no training config"),
         ("configs/prepare.py:wiki", "no preset 'wiki'; presets: "),
     ],
