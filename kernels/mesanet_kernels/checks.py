@@ -79,6 +79,12 @@ def choose(op, implementation, table, *, best):
     return table[name]
 
 
+def require(op, implementation, missing):
+    """Raises NotImplementedError where something is `missing`: the end of a sentence about the implementation, or ""."""
+    if missing:
+        raise NotImplementedError(f"{op}: {implementation!r} {missing}")
+
+
 def accumulation_dtype(*arrays):
     """float32, or float64 where an array is float64: the dtype of states and of sums."""
     return jnp.result_type(jnp.float32, *(array.dtype for array in arrays))

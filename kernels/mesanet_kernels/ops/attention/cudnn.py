@@ -9,14 +9,14 @@ B batch, T time, H query heads, J key heads, K key size, V value size.
 import jax
 import jax.numpy as jnp
 
+from mesanet_kernels.checks import require
+
 DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
     """Raises NotImplementedError where cuDNN lacks what the call needs."""
-    missing = lacks(options, q_BTHK, k_BTJK, v_BTJV)
-    if missing:
-        raise NotImplementedError(f"attention: 'cudnn' {missing}")
+    require("attention", "cudnn", lacks(options, q_BTHK, k_BTJK, v_BTJV))
     mask_B1TT = None
     if not options.one_document:
         mask_B1TT = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]

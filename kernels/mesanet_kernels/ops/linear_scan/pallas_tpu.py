@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from mesanet_kernels.checks import require
 from mesanet_kernels.chunks import pad_time
 from mesanet_kernels.ops.linear_scan import differentiable
 from mesanet_kernels.partition import partitioned
@@ -22,9 +23,7 @@ CHANNELS = (512, 256, 128)  # of a block, the most that divide D; all where none
 
 def linear_scan(x_BTD, a_BTD, state_BD, segment_ids_BT):
     """As `api.linear_scan`. Raises NotImplementedError where the kernel lacks what the call needs."""
-    missing = lacks(x_BTD, a_BTD)
-    if missing:
-        raise NotImplementedError(f"linear_scan: 'pallas_tpu' {missing}")
+    require("linear_scan", "pallas_tpu", lacks(x_BTD, a_BTD))
     return differentiable.linear_scan(scan, x_BTD, a_BTD, state_BD, segment_ids_BT)
 
 

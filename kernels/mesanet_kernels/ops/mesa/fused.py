@@ -57,6 +57,12 @@ def _flat(kernel, *arrays):
     return x_RCK.reshape(*leading, *x_RCK.shape[1:]), iterations_RC.reshape(*leading, -1)
 
 
+def divide(a, b, valid):
+    """a / b; 0 where not valid, or where half precision has left b, which is positive, at or below 0."""
+    valid = valid & (b > 0)
+    return jnp.where(valid, a / jnp.where(valid, b, 1.0), 0.0)
+
+
 def in_two_parts(x, half):
     """x as the sum of two arrays of `half`. Not by a cast there and back, which the compiler may take for nothing."""
     info = jnp.finfo(half)

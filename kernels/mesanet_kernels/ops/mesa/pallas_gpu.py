@@ -16,9 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mesanet_kernels.checks import require
 from mesanet_kernels.ops.mesa import chunked as chunked_lib
 from mesanet_kernels.ops.mesa import fused
-from mesanet_kernels.ops.mesa.fused import ROUNDING
+from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
 
 CHUNK = 64  # rows of a warpgroup's matrix instruction
 KEY_SIZES = (64, 128)
@@ -29,9 +30,7 @@ ROWS = plgpu.Layout.WGMMA
 
 def mesa(options, q_BTHK, k_BTHK, *rest):
     """As `api.mesa`. Raises NotImplementedError where the kernel lacks what the call needs."""
-    missing = lacks(options, q_BTHK, k_BTHK)
-    if missing:
-        raise NotImplementedError(f"mesa: 'pallas_gpu' {missing}")
+    require("mesa", "pallas_gpu", lacks(options, q_BTHK, k_BTHK))
     return chunked_lib.mesa(_solve, options._replace(chunk=CHUNK), q_BTHK, k_BTHK, *rest)
 
 
@@ -98,11 +97,11 @@ def _kernel(unit_RCK, start_RCK, k_RCK, high_RKK, low_RKK, intra_RCC, enter_RC, 
             norm_CK = per_row(jnp.sqrt(jnp.where(active_C, delta_C, 1.0)))
             image_CK = norm_CK * image(direction_CK / norm_CK) + lam_CK * direction_CK
             curvature_C = sum_of_rows(direction_CK * image_CK)
-            length_CK = per_row(_divide(delta_C, curvature_C, active_C))
+            length_CK = per_row(divide(delta_C, curvature_C, active_C))
             x_s[...] = x_s[...] + length_CK * direction_CK
             residual_CK = residual_CK - length_CK * image_CK
             next_C = jnp.where(active_C, sum_of_rows(residual_CK * residual_CK), delta_C)
-            direction_CK = residual_CK + per_row(_divide(next_C, delta_C, active_C)) * direction_CK
+            direction_CK = residual_CK + per_row(divide(next_C, delta_C, active_C)) * direction_CK
             return step + 1, residual_CK, direction_CK, next_C, iterations_C + jnp.where(active_C, 1, 0)
 
         none_C = plgpu.layout_cast(jnp.zeros((chunk,), jnp.int32), ROWS.reduce(1))
@@ -146,12 +145,6 @@ def _leading_bits(x):
     """x cut to the mantissa of float16; by its bits, as a cast there and back may be taken for nothing."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << HALF_BITS))
     return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _divide(a, b, valid):
-    """a / b; 0 where not valid or b is not positive."""
-    valid = valid & (b > 0)
-    return jnp.where(valid, a / jnp.where(valid, b, 1.0), 0.0)
 
 
 _solve = partial(fused.solve, _kernel, HALF)

@@ -15,9 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from mesanet_kernels.checks import require
 from mesanet_kernels.ops.mesa import chunked as chunked_lib
 from mesanet_kernels.ops.mesa import fused
-from mesanet_kernels.ops.mesa.fused import ROUNDING
+from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
 
 CHUNK = 128  # rows of the matrix unit
 KEY_SIZES = (64, 128)
@@ -27,9 +28,7 @@ HEADS = (4, 2, 1)  # of a step: the most that divide the heads
 
 def mesa(options, q_BTHK, k_BTHK, *rest):
     """As `api.mesa`. Raises NotImplementedError where the kernel lacks what the call needs."""
-    missing = lacks(options, q_BTHK, k_BTHK)
-    if missing:
-        raise NotImplementedError(f"mesa: 'pallas_tpu' {missing}")
+    require("mesa", "pallas_tpu", lacks(options, q_BTHK, k_BTHK))
     return chunked_lib.mesa(_solve, options._replace(chunk=CHUNK), q_BTHK, k_BTHK, *rest)
 
 
@@ -84,12 +83,12 @@ def _kernel(
                 direction_CK = direction[g]
                 image_CK = image(g, direction_CK) + lam[g] * direction_CK
                 curvature_C1 = _sum_of_rows(direction_CK * image_CK)
-                length_C1 = _divide(delta_C1, curvature_C1, active_C1)
+                length_C1 = divide(delta_C1, curvature_C1, active_C1)
                 x_out[g] += length_C1 * direction_CK
                 residual_CK = residual[g] - length_C1 * image_CK
                 next_C1 = jnp.where(active_C1, _sum_of_rows(residual_CK * residual_CK), delta_C1)
                 residual[g] = residual_CK
-                direction[g] = residual_CK + _divide(next_C1, delta_C1, active_C1) * direction_CK
+                direction[g] = residual_CK + divide(next_C1, delta_C1, active_C1) * direction_CK
                 next_deltas.append(next_C1)
                 next_counts.append(count_C1 + active_C1.astype(jnp.int32))
             return step + 1, next_deltas, next_counts
@@ -158,9 +157,3 @@ def _column(x_1C, chunk):
 def _row(x_C1, chunk):
     """[C, 1] -> [1, C]."""
     return jnp.broadcast_to(x_C1, (chunk, chunk)).T[:1]
-
-
-def _divide(a, b, valid):
-    """a / b; 0 where not valid or b is not positive."""
-    valid = valid & (b > 0)
-    return jnp.where(valid, a / jnp.where(valid, b, 1.0), 0.0)
