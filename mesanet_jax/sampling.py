@@ -77,13 +77,16 @@ class Sampler:
             token_B = sampling.draw(logits_BV, jax.random.fold_in(key, index))
             return token_B, *model.step(params, token_B, state)
 
-        self.model = model
+        def empty(params, max_length):
+            return model.init_state(params, 1, max_length=max_length)
+
+        self._empty = jax.jit(empty, static_argnames="max_length")
         self._extend = jax.jit(extend, donate_argnames="state")
         self._step = jax.jit(step, static_argnames="sampling", donate_argnames=("logits_BV", "state"))
 
     def prefill(self, params, prompt: Sequence[int], *, max_length: int, chunk: int):
         """Reads a prompt of at least one token: (logits [1,V] after it, state for `max_length` tokens in all)."""
-        state = jax.jit(lambda params: self.model.init_state(params, 1, max_length=max_length))(params)
+        state = self._empty(params, max_length=max_length)
         prompt_T, position, logits_BV = np.asarray(prompt, np.int32), 0, None
         for size in chunk_sizes(len(prompt), chunk):
             logits_BV, state = self._extend(params, prompt_T[None, position : position + size], state)

@@ -1,4 +1,4 @@
-"""Speed and memory against length, of several configs: training, prefill and decoding.
+"""Speed and memory against length, of several configs: training, and inference (prefill, then decoding).
 
     python scripts/efficiency.py --configs=configs/pha.py:180m,configs/pha.py:180m-attention_only --out=DIR \
         --lengths=2048,4096,8192,16384 --tokens=32768
@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import time
-from functools import partial
 
 import jax
 import numpy as np
@@ -27,7 +26,7 @@ from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax import step as step_lib
 from mesanet_jax.evaluate import markdown_table
-from mesanet_jax.sampling import Sampler, Sampling, chunk_sizes, state_bytes
+from mesanet_jax.sampling import Sampler, Sampling, state_bytes
 
 CHUNK = 512  # of a prefill
 REPEATS = 10  # steps, prefills; the median is reported
@@ -84,48 +83,26 @@ def train(config, length: int, tokens: int) -> dict:
     return {"tokens_per_second": np.prod(shape) / statistics.median(seconds[2:])} | memory()
 
 
-def prefill(config, length: int, _) -> dict:
-    """Tokens/s of reading a text, and the peak of memory."""
-    model, params, prompt = ready(config, length)
-    empty = jax.jit(lambda params: model.init_state(params, 1, max_length=length))
-
-    @partial(jax.jit, donate_argnames="state")
-    def extend(params, tokens_BT, state):
-        logits_BTV, state = model.extend(params, tokens_BT, state)
-        return logits_BTV[:, -1], state
-
-    seconds = []
+def inference(config, length: int, _) -> dict:
+    """Tokens/s of reading a text and the peak of memory; tokens/s of writing after it and the bytes of the state."""
+    model = models.build(config.model)
+    params = jax.jit(model.init)(jax.random.key(0))
+    prompt = np.random.default_rng(0).integers(0, config.model.vocab_size, length).astype(np.int32)
+    sampler, seconds = Sampler(model), []
     for _ in range(REPEATS + 1):  # the first compiles
-        state, position = empty(params), 0
         began = time.monotonic()
-        for size in chunk_sizes(length, CHUNK):
-            logits_BV, state = extend(params, prompt[None, position : position + size], state)
-            position += size
-        jax.block_until_ready(logits_BV)
+        after = jax.block_until_ready(sampler.prefill(params, prompt, max_length=length + DECODED + 2, chunk=CHUNK))
         seconds.append(time.monotonic() - began)
-    return {"tokens_per_second": length / statistics.median(seconds[1:])} | memory()
-
-
-def decode(config, length: int, _) -> dict:
-    """Tokens/s of writing after a text of `length`, and the bytes of the state."""
-    model, params, prompt = ready(config, length)
-    sampler = Sampler(model)
-    logits_BV, state = sampler.prefill(params, prompt, max_length=length + DECODED + 2, chunk=CHUNK)
-    tokens = sampler.tokens(params, logits_BV, state, key=jax.random.key(0), sampling=Sampling(temperature=0.0))
+    read = {"tokens_per_second": length / statistics.median(seconds[1:])} | memory()
+    tokens = sampler.tokens(params, *after, key=jax.random.key(0), sampling=Sampling(temperature=0.0))
     list(itertools.islice(tokens, 2))
     began = time.monotonic()
     list(itertools.islice(tokens, DECODED))
-    return {"tokens_per_second": DECODED / (time.monotonic() - began), "state_bytes": state_bytes(state)}
+    written = DECODED / (time.monotonic() - began)
+    return read | {"written_per_second": written, "state_bytes": state_bytes(after[1])}
 
 
-MEASURES = {"training": train, "prefill": prefill, "decoding": decode}
-
-
-def ready(config, length: int):
-    """The model, parameters, and a text."""
-    model = models.build(config.model)
-    params = jax.jit(model.init)(jax.random.key(0))
-    return model, params, np.random.default_rng(0).integers(0, config.model.vocab_size, length).astype(np.int32)
+MEASURES = {"training": train, "inference": inference}
 
 
 def random_batch(config, shape: tuple[int, int]) -> dict[str, np.ndarray]:
@@ -152,7 +129,7 @@ def report(out: pathlib.Path, specs: list[str], lengths: list[int]) -> None:
         one, base = found[spec, length, kind], found[specs[-1], length, kind]
         cells = [cell(one, base, name, form) for name, form in COLUMNS.items()]
         rows.append((kind, f"{length}", spec.rpartition("/")[2].replace(".py", ""), *cells))
-    header = ("what", "length", "config", "tokens / s", "peak memory (GB)", "state (MB)")
+    header = ("what", "length", "config", "tokens read / s", "peak memory (GB)", "tokens written / s", "state (MB)")
     (out / "efficiency.md").write_text(markdown_table(header, rows) + "\n")
     draw(out / "efficiency.png", {panel: curves(found, panel, specs, lengths) for panel in PANELS}, lengths)
     print((out / "efficiency.md").read_text())
@@ -161,6 +138,7 @@ def report(out: pathlib.Path, specs: list[str], lengths: list[int]) -> None:
 COLUMNS = {
     "tokens_per_second": "{:,.0f}".format,
     "memory_gb": "{:.2f}".format,
+    "written_per_second": "{:,.1f}".format,
     "state_bytes": lambda size: f"{size / 1e6:.2f}",
 }
 
@@ -169,8 +147,8 @@ COLUMNS = {
 PANELS = (
     ("training", "tokens_per_second", "training, tokens / s"),
     ("training", "memory_gb", "training, peak GB"),
-    ("prefill", "tokens_per_second", "prefill, tokens / s"),
-    ("decoding", "state_bytes", "decoding, bytes of state"),
+    ("inference", "tokens_per_second", "prefill, tokens / s"),
+    ("inference", "state_bytes", "decoding, bytes of state"),
 )
 
 

@@ -11,11 +11,15 @@ command, and running this again goes on where it stopped: runs resume, and what 
 prints the commands alone. `--config.FIELD=VALUE` holds for every run.
 """
 
+import itertools
 import json
+import os
 import pathlib
 import statistics
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 from mesanet_jax import cli
 from mesanet_jax.evals.stream import Windows
@@ -24,7 +28,14 @@ from mesanet_jax.evaluate import file_name, markdown_table
 VARIANTS = (
     "", "-attention_only", "-sequential", "-no_gss", "-no_attention", "-no_auxiliary", "-uniform", "-no_branch_norm", "-alpha1"
 )  # fmt: skip
+SEVERAL_SEEDS = (
+    "",
+    "-sequential",
+    "-attention_only",
+    "-uniform",
+)  # whose gaps are small; the others have the first seed alone
 WARM_UP_FREE = ("", "-sequential", "-attention_only")  # trained without warm-up and clipping too
+FREE = {"optimizer.warmup_steps": "0", "optimizer.clip_norm": "none"}
 WINDOWS = Windows(context=1024, stride=512)
 
 
@@ -37,58 +48,57 @@ def main(argv: list[str]) -> int:
     flags.add_argument("--seeds", default="0,1,2", help="seeds of the weights and of the order of rows")
     flags.add_argument("--split", default="validation", help="split of the stream protocol")
     flags.add_argument("--efficiency", default="180m", help="size of the efficiency figure")
+    flags.add_argument("--jobs", type=int, default=1, help="runs on the GPU at once; their speeds then mean nothing")
     flags.add_argument("--dry_run", action="store_true", help="print the commands alone")
     args, overrides = cli.parse(flags, argv)
-    seeds = args.seeds.split(",")
-    failed = [command for command in commands(args, seeds, overrides) if not run(command, dry=args.dry_run)]
-    if not args.dry_run:
-        (args.out / "seeds.md").write_text(table(args, seeds) + "\n")
-        print((args.out / "seeds.md").read_text())
-    for command in failed:
-        print(f"failed: {' '.join(command)}", file=sys.stderr)
-    return int(bool(failed))
+    efficiency, chains, reports = commands(args, overrides)
+    if args.dry_run:
+        for command in (efficiency, *itertools.chain.from_iterable(chains.values()), *reports):
+            print(f"$ {' '.join(command)}")
+        return 0
+    good = [run([efficiency], args.out / "efficiency.log")]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        good += pool.map(lambda name: run(chains[name], args.out / f"{name}.log", share=0.9 / args.jobs), chains)
+    good.append(run(reports, args.out / "reports.log"))
+    (args.out / "seeds.md").write_text(table(args) + "\n")
+    print((args.out / "seeds.md").read_text())
+    return 0 if all(good) else 1
 
 
-def commands(args, seeds: list[str], overrides: dict[str, str]) -> list[list[str]]:
-    """In order of what is wanted first; each goes on where it stopped."""
+def commands(args, overrides: dict[str, str]) -> tuple[list[str], dict[str, list[list[str]]], list[list[str]]]:
+    """The efficiency figure; for each run what trains and scores it, in order; and what then reports on runs together."""
     module = lambda name: [sys.executable, "-m", f"mesanet_jax.{name}"]
-    values = [f"--config.{path}={value}" for path, value in overrides.items()]
 
-    def compare(name: str, variants: tuple[str, ...], seed: str, *more: str) -> list[str]:
-        specs = ",".join(f"configs/pha.py:{args.size}{variant}" for variant in variants)
-        fixed = (f"--config.data.path={args.data}", f"--config.seed={seed}", f"--config.data.seed={seed}")
+    def compare(name: str, variants: tuple[str, ...], seed: str, **more: str) -> list[str]:
+        values = overrides | {"data.path": args.data, "seed": seed, "data.seed": seed} | more
         return [
             *module("compare"),
-            f"--configs={specs}",
+            f"--configs={','.join(f'configs/pha.py:{args.size}{variant}' for variant in variants)}",
             f"--workdir={args.out}/{name}",
             f"--steps={args.steps}",
-            *fixed,
-            *more,
-            *values,
+            *(f"--config.{path}={value}" for path, value in values.items()),
         ]
 
-    def stream(name: str, variant: str) -> list[str]:
-        workdir = f"--workdir={args.out}/{name}/pha-{args.size}{variant}"
-        return [
-            *module("evaluate"),
-            workdir,
-            f"--split={args.split}",
-            "--protocol=stream",
-            f"--context={WINDOWS.context}",
-            f"--stride={WINDOWS.stride}",
-        ]
+    def stream(workdir: str) -> list[str]:
+        windows = (f"--context={WINDOWS.context}", f"--stride={WINDOWS.stride}")
+        return [*module("evaluate"), f"--workdir={workdir}", f"--split={args.split}", "--protocol=stream", *windows]
 
-    found = [
-        [sys.executable, str(pathlib.Path(__file__).with_name("efficiency.py")), f"--out={args.out}/efficiency",
-         f"--configs=configs/pha.py:{args.efficiency},configs/pha.py:{args.efficiency}-attention_only"]
-    ]  # fmt: skip
+    chains, reports = {}, []
+    seeds = args.seeds.split(",")
     for seed in seeds:
-        found.append(compare(f"seed{seed}", VARIANTS, seed))
-        unevaluated = [variant for variant in VARIANTS if not stream_json(args, seed, variant).exists()]
-        found += [stream(f"seed{seed}", variant) for variant in unevaluated]
-    free = ("--config.optimizer.warmup_steps=0", "--config.optimizer.clip_norm=none")
-    found.append(compare("no_warm_up", WARM_UP_FREE, seeds[0], *free))
-    return found
+        variants = VARIANTS if seed == seeds[0] else SEVERAL_SEEDS
+        for variant in variants:
+            run = f"seed{seed}/pha-{args.size}{variant}"
+            scored = stream_json(args, seed, variant).exists()
+            scoring = [] if scored else [stream(f"{args.out}/{run}")]
+            chains[run.replace("/", "-")] = [compare(f"seed{seed}", (variant,), seed), *scoring]
+        reports.append(compare(f"seed{seed}", variants, seed))
+    for variant in WARM_UP_FREE:
+        chains[f"no_warm_up{variant}"] = [compare("no_warm_up", (variant,), seeds[0], **FREE)]
+    reports.append(compare("no_warm_up", WARM_UP_FREE, seeds[0], **FREE))
+    script = str(pathlib.Path(__file__).with_name("efficiency.py"))
+    specs = f"configs/pha.py:{args.efficiency},configs/pha.py:{args.efficiency}-attention_only"
+    return [sys.executable, script, f"--out={args.out}/efficiency", f"--configs={specs}"], chains, reports
 
 
 def stream_json(args, seed: str, variant: str) -> pathlib.Path:
@@ -96,16 +106,26 @@ def stream_json(args, seed: str, variant: str) -> pathlib.Path:
     return args.out / f"seed{seed}" / f"pha-{args.size}{variant}" / "evaluation" / f"{name}.json"
 
 
-def run(command: list[str], *, dry: bool) -> bool:
-    print(f"$ {' '.join(command)}", flush=True)
-    return dry or subprocess.run(command).returncode == 0
+def run(commands: list[list[str]], log: pathlib.Path, *, share: float = 0.9) -> bool:
+    """Whether all commands ended well, one after another in a `share` of the GPU's memory; what they print goes to `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.3f}"} | os.environ
+    with log.open("a") as out:
+        for command in commands:
+            began = time.monotonic()
+            status = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment).returncode
+            seconds = time.monotonic() - began
+            print(f"$ {' '.join(command)}\n  exit status {status} after {seconds:.0f} s, see {log}", flush=True)
+            if status:
+                return False
+    return True
 
 
-def table(args, seeds: list[str]) -> str:
+def table(args) -> str:
     """Stream perplexities, mean and standard deviation over the seeds that are there."""
     rows = []
     for variant in VARIANTS:
-        paths = [path for seed in seeds if (path := stream_json(args, seed, variant)).exists()]
+        paths = [path for seed in args.seeds.split(",") if (path := stream_json(args, seed, variant)).exists()]
         records = [json.loads(path.read_text()) for path in paths]
         cells = [
             spread([record[name] for record in records]) for name in ("perplexity", "word_perplexity", "bits_per_byte")

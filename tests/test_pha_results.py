@@ -18,18 +18,21 @@ def test_every_variant_is_in_it():
 
 
 def test_commands(tmp_path, capsys):
-    commands = printed(capsys, f"--out={tmp_path}", "--seeds=0,1", "--steps=500")
+    commands = printed(capsys, f"--out={tmp_path}", "--seeds=0,1", "--steps=500", "--config.optimizer.warmup_steps=5")
     compared = [command for command in commands if "mesanet_jax.compare" in command]
-    assert len(compared) == 3 and len(commands) == 1 + 3 + 2 * len(pha_results.VARIANTS)
+    runs = len(pha_results.VARIANTS) + len(pha_results.SEVERAL_SEEDS)
+    reports = compared[runs + len(pha_results.WARM_UP_FREE) :]
+    assert len(reports) == 3 and len(commands) == 1 + len(compared) + runs
     for command in compared:
         flags = cli.parser("")
         for name in ("configs", "workdir", "steps"):
             flags.add_argument(f"--{name}")
         args, overrides = cli.parse(flags, command[3:])
         for spec in args.configs.split(","):
-            config = config_lib.load(spec, overrides | {"steps": args.steps, "optimizer.warmup_steps": "0"})
+            config = config_lib.load(spec, overrides | {"steps": args.steps})
             assert config.data.path == "DATA"
-    assert "--config.optimizer.clip_norm=none" in compared[-1]
+            free = "no_warm_up" in args.workdir
+            assert (config.optimizer.warmup_steps, config.optimizer.clip_norm) == ((0, None) if free else (5, 1.0))
 
 
 def test_finished_evaluations_are_not_repeated_and_are_tabled(tmp_path, capsys):
@@ -37,13 +40,13 @@ def test_finished_evaluations_are_not_repeated_and_are_tabled(tmp_path, capsys):
     before = len(printed(capsys, *argv))
     for seed, perplexity in (("0", 20.0), ("1", 22.0)):
         args = cli.parser("").parse_args([])
-        args.out, args.size, args.steps, args.split = tmp_path, "90m", 500, "validation"
+        args.out, args.size, args.steps, args.split, args.seeds = tmp_path, "90m", 500, "validation", "0,1"
         path = pha_results.stream_json(args, seed, "-uniform")
         path.parent.mkdir(parents=True)
         record = {"perplexity": perplexity, "word_perplexity": None, "bits_per_byte": 1.0, "parameters": 87_000_000}
         path.write_text(json.dumps(record))
     assert len(printed(capsys, *argv)) == before - 2
-    table = pha_results.table(args, ["0", "1"])
+    table = pha_results.table(args)
     (row,) = [line for line in table.splitlines() if "uniform" in line]
     assert [cell.strip() for cell in row.split("|")[2:-1]] == [
         "87.00M",
@@ -52,3 +55,11 @@ def test_finished_evaluations_are_not_repeated_and_are_tabled(tmp_path, capsys):
         "-",
         "1.0000 +- 0.0000",
     ]
+
+
+def test_a_failed_command_ends_its_chain(tmp_path, capsys):
+    log = tmp_path / "logs" / "chain.log"
+    fails, never = ["python3", "-c", "raise SystemExit(3)"], ["python3", "-c", "print('ran')"]
+    assert not pha_results.run([fails, never], log) and "ran" not in log.read_text()
+    assert pha_results.run([never], log) and "ran" in log.read_text()
+    assert "exit status 3" in capsys.readouterr().out

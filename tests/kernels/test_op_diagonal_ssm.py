@@ -10,7 +10,7 @@ import pytest
 
 import mesanet_kernels as mk
 from mesanet_kernels import shapes
-from mesanet_kernels.ops.diagonal_ssm import discretise
+from mesanet_kernels.ops.diagonal_ssm import discretise, xla
 
 IMPLEMENTATIONS = ["reference", "xla", "fft"]
 GOLDEN = {"u": "u", "log_rate": "lambda_re", "log_frequency": "lambda_im", "c_re": "c_re", "c_im": "c_im", "skip": "d"}
@@ -106,6 +106,15 @@ def test_a_token_repeated_4096_times(implementation):
     inputs["log_rate"] = np.float32([-9, -7, 0])
     inputs["log_frequency"] = np.float32([-8, -3, 1])
     against_reference(inputs, implementation=implementation)
+
+
+def test_documents_over_several_blocks():
+    """Two blocks, whole chunks and a rest; documents that end inside a chunk, on its edge, or last for many chunks."""
+    sizes = dict(B=2, T=2 * xla.BLOCK_TOKENS + 70, H=2, N=3)
+    documents = cases.documents(sizes, 5, 64, 1000, xla.BLOCK_TOKENS, 1900)
+    inputs, state = shapes.example("diagonal_ssm", sizes), cases.random_state("diagonal_ssm", sizes)
+    inputs["log_rate"] = np.float32([-4, -3, 0])
+    against_reference(inputs, state=state, segment_ids=documents)
 
 
 def test_a_slow_mode_does_not_drift_in_steps():

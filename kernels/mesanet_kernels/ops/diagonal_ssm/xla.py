@@ -1,10 +1,13 @@
-"""The diagonal state space in chunks, in plain XLA: a convolution inside a chunk, a loop over chunks for the state.
+"""The diagonal state space in chunks, in plain XLA: a convolution inside a chunk, sums of states between chunks.
 
 Inside a chunk, the kernel K[t - s] (pha.md 3.3) is masked by documents, exactly: a Fourier transform would mix them.
 Between chunks, all channels share the modes, so that reading and writing the state are matrix products with one
-C x 2N matrix. Complex numbers are multiplied as pairs of real ones, which halves the work where one factor is real.
+C x 2N matrix. The chunks of a block are computed at once, their states by sums over 1, 2, 4, ... chunks before (Hillis and
+Steele 1986): a loop over chunks would have a GPU wait for each. A loop over blocks bounds the memory of long rows.
+Complex numbers are multiplied as pairs of real ones, which halves the work where one factor is real.
 
-B batch, T time, C tokens of a chunk (t reads, s is read), H channels, N modes, M = 2 N real and imaginary parts.
+B batch, T time, G chunks of a block, C tokens of a chunk (t reads, s is read), H channels, N modes, M = 2 N real and
+imaginary parts.
 """
 
 from functools import partial
@@ -18,6 +21,8 @@ from mesanet_kernels.chunks import product
 from mesanet_kernels.ops.diagonal_ssm.discretise import expm1, zero_order_hold
 from mesanet_kernels.recompute import recomputed
 
+BLOCK_TOKENS = 512  # computed at once; a block's states take 2 N / C times the memory of its inputs
+
 
 class System(NamedTuple):
     """What does not depend on the input, for chunks of C tokens."""
@@ -25,7 +30,7 @@ class System(NamedTuple):
     kernel_CCH: jax.Array  # [s, t]: what token s adds to the output of token t
     read_CM: jax.Array  # of the state that enters the chunk, at token t
     write_CM: jax.Array  # of token s, in the state that leaves the chunk
-    lost_N: jax.Array  # e^(C Lambda) - 1, the part of the state that a chunk takes away, complex
+    lambda_N: jax.Array  # complex
     c_HN: jax.Array  # complex
     skip_H: jax.Array
 
@@ -37,14 +42,22 @@ def diagonal_ssm(chunk, u_BTH, log_rate_N, log_frequency_N, c_re_HN, c_im_HN, sk
     starts_BT = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1]) != 0
     system = partial(_system, log_rate_N, log_frequency_N, jax.lax.complex(c_re_HN, c_im_HN), skip_H)
     state_BHN, outputs = jax.lax.complex(*state), []
-    whole = length - length % chunk
-    # The rest is a shorter chunk: padding it would let the final state decay.
-    for begin, end, size in ((0, whole, chunk), (whole, length, length - whole)):
-        if begin < end:
-            inputs = u_BTH[:, begin:end].astype(dtype), starts_BT[:, begin:end]
-            state_BHN, y_BTH = _scan(system(size), state_BHN, inputs, chunk=size)
-            outputs.append(y_BTH)
+    for begin, end, size, chunks in _spans(length, chunk):
+        inputs = u_BTH[:, begin:end].astype(dtype), starts_BT[:, begin:end]
+        state_BHN, y_BTH = _scan(system(size), state_BHN, inputs, chunk=size, chunks=chunks)
+        outputs.append(y_BTH)
     return jnp.concatenate(outputs, axis=1).astype(u_BTH.dtype), (state_BHN.real, state_BHN.imag)
+
+
+def _spans(length, chunk):
+    """(begin, end, tokens of a chunk, chunks of a block): whole blocks, whole chunks, and the rest as a shorter chunk.
+
+    Padding would let the final state decay.
+    """
+    block = max(1, BLOCK_TOKENS // chunk) * chunk
+    ends = (length - length % block, length - length % chunk, length)
+    spans = zip((0, *ends), ends, (chunk, chunk, length % chunk))
+    return [(begin, end, size, min(end - begin, block) // size) for begin, end, size in spans if begin < end]
 
 
 def _system(log_rate_N, log_frequency_N, c_HN, skip_H, chunk):
@@ -57,7 +70,7 @@ def _system(log_rate_N, log_frequency_N, c_HN, skip_H, chunk):
         ),
         read_CM=parts(powers(time_C + 1).conj()),
         write_CM=parts(gain_N * powers(chunk - 1 - time_C)),
-        lost_N=expm1(chunk * lambda_N),
+        lambda_N=lambda_N,
         c_HN=c_HN,
         skip_H=skip_H,
     )
@@ -87,29 +100,50 @@ def scaled(z, by):
     return z * jax.lax.complex(jnp.broadcast_to(by.real, z.shape), jnp.broadcast_to(by.imag, z.shape))
 
 
-def _scan(system, state_BHN, inputs, *, chunk):
-    """The state after the last token, and y [B,T,H]; T is a multiple of `chunk`."""
+def _scan(system, state_BHN, inputs, *, chunk, chunks):
+    """The state after the last token, and y [B,T,H]; T is a multiple of `chunks` chunks."""
 
-    @partial(jax.checkpoint, prevent_cse=False)  # the backward pass keeps the states between chunks alone
+    @partial(jax.checkpoint, prevent_cse=False)  # the backward pass keeps the states between blocks alone
     def advance(state_BHN, inputs):
-        u_BCH, starts_BC = inputs
-        document_BC = jnp.cumsum(starts_BC, axis=1)  # 0 is the one that was there before
-        same_BCC = document_BC[:, :, None] == document_BC[:, None, :]
-        dtype = u_BCH.dtype
-        inside_BCH = jnp.sum(jnp.where(same_BCC[..., None], system.kernel_CCH, 0) * u_BCH[:, :, None], axis=1)
-        before_BCH = product("tm,bhm->bth", system.read_CM, parts(scaled(state_BHN, system.c_HN)), dtype)
-        before_BCH = jnp.where(document_BC[..., None] == 0, before_BCH, 0)
-        last_BCH = jnp.where(same_BCC[:, -1, :, None], u_BCH, 0)
-        written_BHM = product("sm,bsh->bhm", system.write_CM, last_BCH, dtype)
-        # Not e^(C Lambda) times the state: that factor's rounding, over and over, would move a slow mode's decay.
-        carried_BHN = jnp.where(document_BC[:, -1, None, None] == 0, state_BHN + scaled(state_BHN, system.lost_N), 0)
-        state_BHN = carried_BHN + jax.lax.complex(*jnp.split(written_BHM, 2, axis=-1))
-        return state_BHN, inside_BCH + before_BCH + system.skip_H * u_BCH
+        u_BGCH, starts_BGC = inputs
+        document_BGC = jnp.cumsum(starts_BGC.reshape(starts_BGC.shape[0], -1), axis=1).reshape(starts_BGC.shape)
+        same_BGCC = document_BGC[..., :, None] == document_BGC[..., None, :]
+        dtype = u_BGCH.dtype
+        last_BGCH = jnp.where(same_BGCC[..., -1, :, None], u_BGCH, 0)
+        written_BGHM = product("sm,bgsh->bghm", system.write_CM, last_BGCH, dtype)
+        left_BGHN = _carried(system.lambda_N, chunk, state_BHN, written_BGHM, document_BGC[..., -1])
+        entering_BGHN = jnp.concatenate([state_BHN[:, None], left_BGHN[:, :-1]], axis=1)
+        first_BG = jnp.pad(
+            document_BGC[:, :-1, -1], ((0, 0), (1, 0))
+        )  # the document that each chunk begins in; 0 comes in
+        before_BGCH = product("tm,bghm->bgth", system.read_CM, parts(scaled(entering_BGHN, system.c_HN)), dtype)
+        before_BGCH = jnp.where((document_BGC == first_BG[..., None])[..., None], before_BGCH, 0)
+        inside_BGCH = jnp.sum(jnp.where(same_BGCC[..., None], system.kernel_CCH, 0) * u_BGCH[:, :, :, None], axis=2)
+        return left_BGHN[:, -1], inside_BGCH + before_BGCH + system.skip_H * u_BGCH
 
     def split(x_BT):
         batch, time, *rest = x_BT.shape
-        return jnp.moveaxis(x_BT.reshape(batch, time // chunk, chunk, *rest), 1, 0)
+        return jnp.moveaxis(x_BT.reshape(batch, time // (chunks * chunk), chunks, chunk, *rest), 1, 0)
 
-    state_BHN, y_NBCH = jax.lax.scan(advance, state_BHN, jax.tree.map(split, inputs))
-    y_BNCH = jnp.moveaxis(y_NBCH, 0, 1)
-    return state_BHN, y_BNCH.reshape(y_BNCH.shape[0], -1, y_BNCH.shape[-1])
+    state_BHN, y_NBGCH = jax.lax.scan(advance, state_BHN, jax.tree.map(split, inputs))
+    y_BNGCH = jnp.moveaxis(y_NBGCH, 0, 1)
+    return state_BHN, y_BNGCH.reshape(y_BNGCH.shape[0], -1, y_BNGCH.shape[-1])
+
+
+def _carried(lambda_N, chunk, state_BHN, written_BGHM, document_BG):
+    """The states [B,G,H,N] that the chunks leave: the one that enters and what each wrote, of the document that it ends in."""
+    total_BGHN = jax.lax.complex(*jnp.split(written_BGHM, 2, axis=-1))
+    total_BGHN = jnp.concatenate(
+        [state_BHN[:, None], total_BGHN], axis=1
+    )  # the entering state is as if a chunk had left it
+    document_BG = jnp.pad(document_BG, ((0, 0), (1, 0)))
+    reach = 1  # total_BGHN is what the last `reach` chunks wrote
+    while reach < total_BGHN.shape[1]:
+        earlier_BGHN = total_BGHN[:, :-reach]
+        same_BG = document_BG[:, reach:] == document_BG[:, :-reach]
+        # Not e^(reach C Lambda) times the state: that factor's rounding, over and over, would move a slow mode's decay.
+        kept_BGHN = earlier_BGHN + scaled(earlier_BGHN, expm1(reach * chunk * lambda_N))
+        kept_BGHN = jnp.where(same_BG[..., None, None], kept_BGHN, 0)
+        total_BGHN = jnp.concatenate([total_BGHN[:, :reach], total_BGHN[:, reach:] + kept_BGHN], axis=1)
+        reach *= 2
+    return total_BGHN[:, 1:]
