@@ -80,6 +80,7 @@ class Sampler:
         def empty(params, max_length):
             return model.init_state(params, 1, max_length=max_length)
 
+        self.model = model
         self._empty = jax.jit(empty, static_argnames="max_length")
         self._extend = jax.jit(extend, donate_argnames="state")
         self._step = jax.jit(step, static_argnames="sampling", donate_argnames=("logits_BV", "state"))

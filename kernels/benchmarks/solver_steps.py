@@ -16,15 +16,15 @@ from mesanet_kernels import mesa
 LENGTH, SIZE, RANK, TOKENS = 1024, 64, 8, 8
 
 
-def keys(kind: str, rng: np.random.Generator) -> np.ndarray:
+def keys(kind: str, rng: np.random.Generator, length: int = LENGTH, size: int = SIZE) -> np.ndarray:
     """[T, K], unit rows."""
     raw = {
-        "random": lambda: rng.standard_normal((LENGTH, SIZE)),
+        "random": lambda: rng.standard_normal((length, size)),
         "low rank": lambda: (
-            rng.standard_normal((LENGTH, RANK)) @ rng.standard_normal((RANK, SIZE))
-            + 0.1 * rng.standard_normal((LENGTH, SIZE))
+            rng.standard_normal((length, RANK)) @ rng.standard_normal((RANK, size))
+            + 0.1 * rng.standard_normal((length, size))
         ),
-        "8 tokens repeated": lambda: rng.standard_normal((TOKENS, SIZE))[rng.integers(0, TOKENS, LENGTH)],
+        "8 tokens repeated": lambda: rng.standard_normal((TOKENS, size))[rng.integers(0, TOKENS, length)],
     }[kind]()
     active = raw / (1 + np.exp(-raw))
     return active / np.linalg.norm(active, axis=-1, keepdims=True)
