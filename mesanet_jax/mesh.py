@@ -16,21 +16,25 @@ from jax.sharding import PartitionSpec as P
 from mesanet_jax.errors import UserError
 from mesanet_kernels import use_mesh_axes
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "sequence")
+LAYOUT = ("data", "fsdp", "sequence", "tensor")  # devices along the last ones are neighbours: they talk the most
 
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),  # rows of the batch are split over every axis that replicates the model
+    "replica": "data",
+    "time": "sequence",
     "embed": "fsdp",
     "heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
     None: None,
 }
-use_mesh_axes(batch=RULES["batch"], heads=(RULES["heads"],))
+use_mesh_axes(batch=RULES["batch"], heads=(RULES["heads"],), time=(RULES["time"],))
+ROWS = ("batch", "time")  # of an array of a batch
 
 
 def make_mesh(sizes: Sequence[int], devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """A (data, fsdp, tensor) mesh; one size may be -1, meaning all remaining devices.
+    """A mesh with the sizes of AXES; those left out are 1, and one may be -1, meaning all remaining devices.
 
     Over several slices the data axis is split first, so that only gradients cross the slow network between them.
 
@@ -38,6 +42,7 @@ def make_mesh(sizes: Sequence[int], devices: Sequence[jax.Device] | None = None)
       UserError: if the sizes do not multiply to the number of devices, or the data axis cannot be split over slices.
     """
     devices = jax.devices() if devices is None else devices
+    sizes = (*sizes, *(1 for _ in AXES[len(sizes) :]))
     slices = len({getattr(device, "slice_index", None) for device in devices})
     fixed = math.prod(size for size in sizes if size != -1)
     shape = tuple(len(devices) // fixed if size == -1 else size for size in sizes)
@@ -49,10 +54,11 @@ def make_mesh(sizes: Sequence[int], devices: Sequence[jax.Device] | None = None)
             f"--config.mesh: {_named(sizes)}, but here are {where}; {_proposal(sizes, len(devices) // slices)}"
         )
     types = (AxisType.Auto,) * len(AXES)
+    shape = tuple(shape[AXES.index(axis)] for axis in LAYOUT)
     if slices == 1:
-        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+        return jax.make_mesh(shape, LAYOUT, axis_types=types, devices=devices)
     inside, across = (shape[0] // slices, *shape[1:]), (slices, *(1 for _ in shape[1:]))
-    return jax.sharding.Mesh(mesh_utils.create_hybrid_device_mesh(inside, across, devices), AXES, axis_types=types)
+    return jax.sharding.Mesh(mesh_utils.create_hybrid_device_mesh(inside, across, devices), LAYOUT, axis_types=types)
 
 
 def _named(sizes: Sequence[int]) -> str:
@@ -60,11 +66,12 @@ def _named(sizes: Sequence[int]) -> str:
 
 
 def _proposal(sizes: Sequence[int], devices: int) -> str:
-    """The mesh nearest to `sizes` that a slice of `devices` has: tensor and fsdp as far as they divide it, data free."""
-    _, fsdp, tensor = (max(1, size) for size in sizes)
-    tensor = math.gcd(tensor, devices)
-    fsdp = math.gcd(fsdp, devices // tensor)
-    return f"try --config.mesh.data=-1 --config.mesh.fsdp={fsdp} --config.mesh.tensor={tensor}"
+    """The mesh nearest to `sizes` that a slice of `devices` has: the others as far as they divide it, data free."""
+    nearest = {}
+    for axis, size in reversed([*zip(AXES, sizes, strict=True)][1:]):
+        nearest[axis] = math.gcd(max(1, size), devices)
+        devices //= nearest[axis]
+    return " ".join(["try --config.mesh.data=-1", *(f"--config.mesh.{axis}={nearest[axis]}" for axis in AXES[1:])])
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
@@ -106,8 +113,8 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Rows split over the batch axes, everything else whole."""
-    return NamedSharding(mesh, P(RULES["batch"]))
+    """Of the arrays [B, T] of a batch: rows split over the batch axes, time over its own."""
+    return NamedSharding(mesh, P(*(RULES[axis] for axis in ROWS)))
 
 
 def placed(batches: Iterable[dict], mesh: jax.sharding.Mesh) -> Iterator[dict]:
@@ -124,9 +131,10 @@ def placed(batches: Iterable[dict], mesh: jax.sharding.Mesh) -> Iterator[dict]:
 def local_rows(mesh: jax.sharding.Mesh, batch_size: int) -> list[int]:
     """The rows of a global batch that this process's devices hold, ascending.
 
-    Where the model is split over processes, several of them hold the same rows.
+    Where the model or the time of a row is split over processes, several of them hold the same rows, whole.
     """
-    held = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
+    rows = NamedSharding(mesh, P(RULES["batch"]))
+    held = rows.addressable_devices_indices_map((batch_size,)).values()
     return sorted({row for (rows,) in held for row in range(*rows.indices(batch_size))})
 
 
@@ -139,7 +147,7 @@ def place_batch(batch: dict, mesh: jax.sharding.Mesh) -> dict:
     def place(rows):
         def part(index):
             start, stop, _ = index[0].indices(size)
-            return rows[position[start] : position[start] + stop - start]
+            return rows[position[start] : position[start] + stop - start, index[1]]
 
         return jax.make_array_from_callback((size, *rows.shape[1:]), batch_sharding(mesh), part)
 

@@ -115,10 +115,16 @@ def test_a_workdir_that_is_not_shared(runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh", [{"mesh.fsdp": 4, "mesh.tensor": 2}, {"mesh.fsdp": 1, "mesh.tensor": 4}, {"mesh.tensor": 1}]
+    "mesh",
+    [
+        {"mesh.fsdp": 4, "mesh.tensor": 2},
+        {"mesh.fsdp": 1, "mesh.tensor": 4},
+        {"mesh.fsdp": 1, "mesh.tensor": 1, "mesh.sequence": 4},
+        {"mesh.tensor": 1},
+    ],
 )
 def test_four_processes_equal_one(runs, mesh):
-    """Where the tensor axis spans two processes, both read the same rows."""
+    """Where the tensor or the sequence axis spans two processes, both read the same rows."""
     one, four = (f"{count}-{'-'.join(map(str, mesh.values()))}" for count in ("one", "four"))
     runs.finish(one, (1, 8), mesh)
     runs.finish(four, (4, 2), mesh)

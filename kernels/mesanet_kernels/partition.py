@@ -1,9 +1,9 @@
-"""Kernels on a mesh: the compiler cannot split them, so each device is given its own rows and heads to call them on.
+"""Which axes of the mesh split batch, heads and time, and kernels on such a mesh.
 
-A program says once which mesh axes split batch and heads (`use_mesh_axes`); where the mesh of the context has them, a
-kernel is called in a `shard_map` over them. Time, key and value sizes are never split.
+A program says it once (`use_mesh_axes`). The compiler cannot split a kernel, so each device is given its own rows and heads
+to call it on (`partitioned`). Time is split over devices by sequence.py; key and value sizes are never split.
 
-B batch, H heads; other letters are not split.
+B batch, H heads, T time; other letters are not split.
 """
 
 import math
@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-_axes: dict[str, tuple[str, ...]] = {"B": (), "H": ()}
+_axes: dict[str, tuple[str, ...]] = {"B": (), "H": (), "T": ()}
 
 
-def use_mesh_axes(*, batch: Sequence[str] = (), heads: Sequence[str] = ()) -> None:
-    """From now on kernels are split over these axes of any mesh that has them (`jax.set_mesh`)."""
-    _axes.update(B=tuple(batch), H=tuple(heads))
+def use_mesh_axes(*, batch: Sequence[str] = (), heads: Sequence[str] = (), time: Sequence[str] = ()) -> None:
+    """From now on ops are split over these axes of any mesh that has them (`jax.set_mesh`)."""
+    _axes.update(B=tuple(batch), H=tuple(heads), T=tuple(time))
 
 
 def partitioned(call: Callable, arrays: Sequence[jax.Array], *, axes: Sequence[str], results: Sequence[str]):
@@ -25,9 +25,8 @@ def partitioned(call: Callable, arrays: Sequence[jax.Array], *, axes: Sequence[s
     Args:
       axes, results: a letter for each dimension of the arrays and of what `call` returns, a tuple.
     """
-    mesh = jax.sharding.get_abstract_mesh()
     sizes = {letter: size for x, letters in zip(arrays, axes, strict=True) for letter, size in zip(letters, x.shape)}
-    split = {letter: _dividing(mesh, names, sizes[letter]) for letter, names in _axes.items()}
+    split = {letter: _dividing(_axes[letter], sizes[letter]) for letter in "BH"}
     if not any(split.values()):
         return call(*arrays)
     spec = lambda letters: jax.P(*(split.get(letter) or None for letter in letters))
@@ -39,8 +38,15 @@ def partitioned(call: Callable, arrays: Sequence[jax.Array], *, axes: Sequence[s
     )(*arrays)
 
 
-def _dividing(mesh, names: tuple[str, ...], size: int) -> tuple[str, ...]:
+def time_axes(length: int) -> tuple[str, ...]:
+    """The mesh axes that split a row of `length` tokens; none outside a mesh, inside of `sequence.split`, and where they
+    do not divide it."""
+    return _dividing(_axes["T"], length)
+
+
+def _dividing(names: tuple[str, ...], size: int) -> tuple[str, ...]:
     """The axes that the mesh has, is not split manually over already, and that together divide `size`; else none."""
+    mesh = jax.sharding.get_abstract_mesh()
     free = () if mesh.empty else tuple(name for name in names if name in mesh.shape and name not in mesh.manual_axes)
     ways = math.prod(mesh.shape[name] for name in free)
     return free if ways > 1 and size % ways == 0 else ()

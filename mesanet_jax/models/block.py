@@ -13,7 +13,10 @@ from mesanet_jax.layers import RMSNorm, SwiGLU, fan_in_normal
 from mesanet_jax.mesh import constrain
 from mesanet_jax.mixers import MIXERS
 
-ACTIVATION = ("batch", None, None)
+ACTIVATION = ("batch", "time", None)
+# What comes out of an embedding, split as its vectors are: from here one exchange gives each device its rows. Without this
+# stop on the way, XLA would give every device all of it first where time is split.
+LOOKED_UP = ("replica", "time", "embed")
 
 
 class Block(nnx.Module):

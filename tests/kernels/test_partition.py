@@ -12,7 +12,7 @@ from mesanet_kernels import partition
 
 @pytest.fixture
 def mesh(monkeypatch):
-    monkeypatch.setattr(partition, "_axes", {"B": ("data", "fsdp"), "H": ("tensor",)})
+    monkeypatch.setattr(partition, "_axes", {"B": ("data", "fsdp"), "H": ("tensor",), "T": ()})
     return jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 
 
@@ -55,6 +55,6 @@ def test_the_gradient_goes_through(mesh):
 def test_without_a_mesh_or_its_axes_the_kernel_gets_everything(mesh, monkeypatch):
     run = lambda: partition.partitioned(lambda x: (x.shape[0],), [jnp.ones((4, 2))], axes=["BH"], results=["B"])[0]
     assert run() == 4
-    monkeypatch.setattr(partition, "_axes", {"B": (), "H": ()})
+    monkeypatch.setattr(partition, "_axes", {"B": (), "H": (), "T": ()})
     with jax.set_mesh(mesh):
         assert run() == 4

@@ -9,19 +9,30 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels import checks
-from mesanet_kernels.ops.attention import cudnn, reference, xla
+from mesanet_kernels.ops.attention import cudnn, reference, span, xla
 from mesanet_kernels.ops.attention.cache import default_scale
+from mesanet_kernels.partition import time_axes
+from mesanet_kernels.sequence import split
 
 
 def _automatic(options, q, k, v, segment_ids):
     """By the platform that is lowered for, which need not be the one that traces."""
-    default = partial(xla.attention, options)
+    default = partial(_xla, options)
     if cudnn.lacks(options, q, k, v):
         return default(q, k, v, segment_ids)
     return jax.lax.platform_dependent(q, k, v, segment_ids, cuda=partial(cudnn.attention, options), default=default)
 
 
-IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention, "cudnn": cudnn.attention}
+def _xla(options, *arrays):
+    """`xla.attention`; where devices share a row, each with its own span of the queries."""
+    axes = time_axes(arrays[0].shape[1])
+    if not axes:
+        return xla.attention(options, *arrays)
+    on_span = lambda rows, whole: (span.attention(options, axes, *rows), whole)
+    return split(on_span, arrays, (), axes=axes)[0]
+
+
+IMPLEMENTATIONS = {"reference": reference.attention, "xla": _xla, "cudnn": cudnn.attention}
 
 
 def attention(q, k, v, *, window=None, segment_ids=None, scale=None, implementation=None):
@@ -32,8 +43,8 @@ def attention(q, k, v, *, window=None, segment_ids=None, scale=None, implementat
       window: token t sees tokens t - window + 1 to t; None: all up to t.
       segment_ids: int [B, T], non-decreasing; a token sees its own document only.
       scale: factor on the scores; default 1 / sqrt(K).
-      implementation: "reference"; "xla"; "cudnn" (NVIDIA GPUs, bfloat16 or float16, K = V); or None for the best
-        that supports the call.
+      implementation: "reference"; "xla"; "cudnn" (NVIDIA GPUs, bfloat16 or float16, K = V, rows that no mesh splits);
+        or None for the best that supports the call.
 
     Returns:
       o [B, T, H, V] in v's dtype; softmax in float32.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import require
+from mesanet_kernels.partition import time_axes
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 
@@ -42,6 +43,7 @@ def lacks(options, q_BTHK, k_BTJK, v_BTJV):
         "needs an NVIDIA GPU": jax.default_backend() != "gpu",
         "needs q, k and v all bfloat16 or all float16": len(dtypes) > 1 or dtypes.isdisjoint(map(jnp.dtype, DTYPES)),
         "needs K = V, a multiple of 8, at most 128": key_size != value_size or key_size % 8 or key_size > 128,
+        "needs whole rows on a device": bool(time_axes(q_BTHK.shape[1])),
         "needs an even T where there are documents": q_BTHK.shape[1] % 2 and not options.one_document,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")

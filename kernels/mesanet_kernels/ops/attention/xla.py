@@ -1,6 +1,6 @@
 """Causal attention a block of queries at a time, in plain XLA: memory linear in T.
 
-B batch, T time, N blocks, C queries of a block, S keys a block may see, H query heads, J key heads,
+B batch, T time, L keys and values, N blocks, C queries of a block, S keys a block may see, H query heads, J key heads,
 K key size, V value size.
 """
 
@@ -23,37 +23,42 @@ class Options(NamedTuple):
 
 
 def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
-    length, block = q_BTHK.shape[1], min(BLOCK, q_BTHK.shape[1])
+    return attend(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT, segment_ids_BT, start=0)
+
+
+def attend(options, q_BTHK, k_BLJK, v_BLJV, segment_ids_BT, key_segment_ids_BL, *, start):
+    """The queries are those at `start`, `start` + 1, ... of the L tokens; it may be traced."""
+    length, block = k_BLJK.shape[1], min(BLOCK, q_BTHK.shape[1])
     window = min(options.window or length, length)
     seen = min(length, window + block - 1)
     # Keys stay in the accumulation dtype outside the scan, so that their gradients are summed over blocks in it.
-    dtype = accumulation_dtype(q_BTHK, k_BTJK, v_BTJV)
-    wide_k_BTJK, wide_v_BTJV = k_BTJK.astype(dtype), v_BTJV.astype(dtype)
+    dtype = accumulation_dtype(q_BTHK, k_BLJK, v_BLJV)
+    wide_k_BLJK, wide_v_BLJV = k_BLJK.astype(dtype), v_BLJV.astype(dtype)
 
     @jax.checkpoint  # scores and softmax of one block at a time, in the backward pass too
-    def attend(_, inputs):
-        start, q_BCHK, segment_ids_BC = inputs
-        first = jnp.clip(start + block - seen, 0, length - seen)
+    def attend_block(_, inputs):
+        begin, q_BCHK, segment_ids_BC = inputs
+        first = jnp.clip(begin + block - seen, 0, length - seen)
 
-        def keys(x_BT):
-            return jax.lax.dynamic_slice_in_dim(x_BT, first, seen, axis=1)
+        def keys(x_BL):
+            return jax.lax.dynamic_slice_in_dim(x_BL, first, seen, axis=1)
 
-        age_CS = (start + jnp.arange(block))[:, None] - (first + jnp.arange(seen))
-        same_BCS = segment_ids_BC[:, :, None] == keys(segment_ids_BT)[:, None, :]
+        age_CS = (begin + jnp.arange(block))[:, None] - (first + jnp.arange(seen))
+        same_BCS = segment_ids_BC[:, :, None] == keys(key_segment_ids_BL)[:, None, :]
         visible_BCS = same_BCS & (age_CS >= 0) & (age_CS < window)
         o_BCHV = masked_attention(
             q_BCHK,
-            keys(wide_k_BTJK).astype(k_BTJK.dtype),
-            keys(wide_v_BTJV).astype(v_BTJV.dtype),
+            keys(wide_k_BLJK).astype(k_BLJK.dtype),
+            keys(wide_v_BLJV).astype(v_BLJV.dtype),
             visible_BCS,
             scale=options.scale,
         )
-        return None, o_BCHV.astype(v_BTJV.dtype)
+        return None, o_BCHV.astype(v_BLJV.dtype)
 
     q_NBCHK = _blocks(q_BTHK, block)
-    starts_N = block * jnp.arange(q_NBCHK.shape[0])
-    _, o_NBCHV = jax.lax.scan(attend, None, (starts_N, q_NBCHK, _blocks(segment_ids_BT, block)))
-    return jnp.moveaxis(o_NBCHV, 0, 1).reshape(*q_BTHK.shape[:1], -1, *o_NBCHV.shape[3:])[:, :length]
+    begins_N = start + block * jnp.arange(q_NBCHK.shape[0])
+    _, o_NBCHV = jax.lax.scan(attend_block, None, (begins_N, q_NBCHK, _blocks(segment_ids_BT, block)))
+    return jnp.moveaxis(o_NBCHV, 0, 1).reshape(*q_BTHK.shape[:1], -1, *o_NBCHV.shape[3:])[:, : q_BTHK.shape[1]]
 
 
 def _blocks(x_BT, block):

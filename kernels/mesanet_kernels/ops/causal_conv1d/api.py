@@ -3,10 +3,12 @@
 B batch, T time, D channels, W taps.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 
-from mesanet_kernels import checks
-from mesanet_kernels.ops.causal_conv1d import reference, xla
+from mesanet_kernels import checks, sequence
+from mesanet_kernels.ops.causal_conv1d import reference, span, xla
 
 IMPLEMENTATIONS = {"reference": reference.causal_conv1d, "xla": xla.causal_conv1d}
 
@@ -46,7 +48,8 @@ def causal_conv1d(x, w, bias=None, *, activation=None, segment_ids=None, initial
             f"causal_conv1d: the state has shape {initial_state.shape}; it needs [B, W-1, D] = {tail_shape}"
         )
     bias = jnp.zeros(w.shape[1:], w.dtype) if bias is None else bias
-    return run(activation, x, w, bias, initial_state.astype(x.dtype), segment_ids)
+    tail = initial_state.astype(x.dtype)
+    return sequence.recurrent(partial(run, activation), span.MEMORY, (x,), (w, bias), tail, segment_ids)
 
 
 def causal_conv1d_step(x, w, state, *, bias=None, activation=None, implementation=None):

@@ -20,7 +20,7 @@ ACTIVATIONS = {None: lambda x: x, "silu": jax.nn.silu}
 def causal_conv1d(activation, x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT):
     """`tail` are the inputs before the first, of the first token's document."""
     z_BTD = _convolve(x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT)
-    return ACTIVATIONS[activation](z_BTD).astype(x_BTD.dtype), _last_inputs(x_BTD, tail_BXD, segment_ids_BT)
+    return ACTIVATIONS[activation](z_BTD).astype(x_BTD.dtype), last_inputs(x_BTD, tail_BXD, segment_ids_BT)
 
 
 def _forward(activation, *inputs):
@@ -49,7 +49,7 @@ def _backward(activation, inputs, cotangents):
         shifted_same_BS1 = jnp.pad(same_BT1, edges)[:, shift : shift + x_BSD.shape[1]]
         dx_BSD += w_WD[tap].astype(dtype) * jnp.where(shifted_same_BS1, shifted_dz_BSD, 0)
 
-    _, through_last = jax.vjp(lambda x, tail: _last_inputs(x, tail, segment_ids_BT), x_BTD, tail_BXD)
+    _, through_last = jax.vjp(lambda x, tail: last_inputs(x, tail, segment_ids_BT), x_BTD, tail_BXD)
     dlast_x_BTD, dlast_tail_BXD = through_last(dfinal_BXD)
     dx_BTD = dx_BSD[:, width - 1 :].astype(x_BTD.dtype) + dlast_x_BTD
     dtail_BXD = dx_BSD[:, : width - 1].astype(tail_BXD.dtype) + dlast_tail_BXD
@@ -78,7 +78,7 @@ def _same_document(segment_ids_BT, width, tap):
     return (segment_ids_BS[:, tap : tap + segment_ids_BT.shape[1]] == segment_ids_BT)[..., None]
 
 
-def _last_inputs(x_BTD, tail_BXD, segment_ids_BT):
+def last_inputs(x_BTD, tail_BXD, segment_ids_BT):
     """The last W - 1 inputs; zero where they are of an earlier document than the last token's."""
     kept = tail_BXD.shape[1]
     x_BSD = jnp.concatenate([tail_BXD, x_BTD], axis=1)

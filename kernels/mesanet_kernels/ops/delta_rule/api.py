@@ -3,10 +3,12 @@
 B batch, T time, H heads, K key size, V value size.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, chunks
-from mesanet_kernels.ops.delta_rule import reference, xla
+from mesanet_kernels import checks, chunks, sequence
+from mesanet_kernels.ops.delta_rule import reference, span, xla
 
 IMPLEMENTATIONS = {"reference": reference.delta_rule, "xla": xla.delta_rule}
 
@@ -45,7 +47,10 @@ def delta_rule(
     dtype = checks.accumulation_dtype(q, k, v)
     log_decay = jnp.zeros(beta.shape, dtype) if log_decay is None else log_decay.astype(dtype)
     state = jnp.zeros([sizes[axis] for axis in "BHKV"], dtype) if initial_state is None else initial_state.astype(dtype)
-    return run(chunks.pick_chunk(chunk_size, sizes["T"]), q, k, v, beta.astype(dtype), log_decay, state, segment_ids)
+    chunk = chunks.pick_chunk(chunk_size, sequence.span_length(sizes["T"]))
+    memory = sequence.Memory(partial(span.summarise, chunk), span.advance)
+    rows = q, k, v, beta.astype(dtype), log_decay
+    return sequence.recurrent(partial(run, chunk), memory, rows, (), state, segment_ids)
 
 
 def delta_rule_step(q, k, v, beta, state, *, log_decay=None, implementation=None):

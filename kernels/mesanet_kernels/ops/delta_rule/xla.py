@@ -23,12 +23,18 @@ def delta_rule(chunk, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, state_BHK
     length, dtype = q_BTHK.shape[1], q_BTHK.dtype
     # Beta scales what is written, not what is read of it: it is no part of the weights.
     weights = chunks.chunk_weights(log_decay_BTH, jnp.ones_like(beta_BTH), segment_ids_BT, chunk=chunk)
-    q_NBHCK, k_NBHCK, v_NBHCV = (chunks.split(x, chunk) for x in (q_BTHK, k_BTHK, v_BTHV))
-    beta_NBHC = chunks.split(beta_BTH, chunk)
-    own_NBHCV, recall_NBHCK = _writes(k_NBHCK, v_NBHCV, beta_NBHC, weights)
-    states_NBHKV, w_NBHCV, final_BHKV = _states(k_NBHCK, own_NBHCV, recall_NBHCK, weights, state_BHKV)
+    q_NBHCK, k_NBHCK, v_NBHCV, beta_NBHC = (chunks.split(x, chunk) for x in (q_BTHK, k_BTHK, v_BTHV, beta_BTH))
+    states_NBHKV, w_NBHCV, final_BHKV = _states(k_NBHCK, v_NBHCV, beta_NBHC, weights, state_BHKV)
     o_NBHCV = chunks.read(q_NBHCK, k_NBHCK, w_NBHCV.astype(dtype), weights, states_NBHKV)
     return chunks.join(o_NBHCV, length).astype(v_BTHV.dtype), final_BHKV
+
+
+@recomputed
+def final_state(chunk, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, state_BHKV, segment_ids_BT):
+    """`delta_rule`'s final state alone."""
+    weights = chunks.chunk_weights(log_decay_BTH, jnp.ones_like(beta_BTH), segment_ids_BT, chunk=chunk)
+    k_NBHCK, v_NBHCV, beta_NBHC = (chunks.split(x, chunk) for x in (k_BTHK, v_BTHV, beta_BTH))
+    return _states(k_NBHCK, v_NBHCV, beta_NBHC, weights, state_BHKV)[-1]
 
 
 def _writes(k_NBHCK, v_NBHCV, beta_NBHC, weights):
@@ -42,12 +48,13 @@ def _writes(k_NBHCK, v_NBHCV, beta_NBHC, weights):
     return solve(beta_NBHC[..., None] * v_NBHCV.astype(dtype)), solve(enter_NBHC[..., None] * k_NBHCK.astype(dtype))
 
 
-def _states(k_NBHCK, own_NBHCV, recall_NBHCK, weights, initial_BHKV):
+def _states(k_NBHCK, v_NBHCV, beta_NBHC, weights, initial_BHKV):
     """States entering each chunk [N,B,H,K,V], every token's write [N,B,H,C,V], and the state after the last chunk.
 
     In the state's dtype throughout: a rounded W would let the state grow where its key is repeated without forgetting.
     """
     dtype = initial_BHKV.dtype
+    own_NBHCV, recall_NBHCK = _writes(k_NBHCK, v_NBHCV, beta_NBHC, weights)
     leave_NBHCK = k_NBHCK.astype(dtype) * weights.intra_NBHCC[..., -1, :, None]
 
     def carry_over(state_BHKV, inputs):

@@ -3,10 +3,12 @@
 B batch, T time, H channels, N modes.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 
-from mesanet_kernels import checks
-from mesanet_kernels.ops.diagonal_ssm import fft, reference, xla
+from mesanet_kernels import checks, sequence
+from mesanet_kernels.ops.diagonal_ssm import fft, reference, span, xla
 
 IMPLEMENTATIONS = {"reference": reference.diagonal_ssm, "xla": xla.diagonal_ssm, "fft": fft.diagonal_ssm}
 DEFAULT_CHUNK = 32  # the work inside a chunk grows with it, the number of states kept for the backward pass shrinks
@@ -54,9 +56,10 @@ def diagonal_ssm(
     if initial_state is None:
         initial_state = [jnp.zeros([sizes[axis] for axis in "BHN"], dtype)] * 2
     state = tuple(x.astype(dtype) for x in initial_state)
-    system = (x.astype(dtype) for x in (log_rate, log_frequency, c_re, c_im, skip))
-    chunk = min(chunk_size or DEFAULT_CHUNK, sizes["T"])
-    return run(chunk, u, *system, state, segment_ids)
+    system = tuple(x.astype(dtype) for x in (log_rate, log_frequency, c_re, c_im, skip))
+    chunk = min(chunk_size or DEFAULT_CHUNK, sequence.span_length(sizes["T"]))
+    memory = sequence.Memory(partial(span.summarise, chunk), span.advance)
+    return sequence.recurrent(partial(run, chunk), memory, (u,), system, state, segment_ids)
 
 
 def diagonal_ssm_step(u, log_rate, log_frequency, c_re, c_im, skip, state, *, implementation=None):

@@ -3,10 +3,12 @@
 B batch, T time, H heads, K key size, V value size.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, chunks
-from mesanet_kernels.ops.mlstm import reference, xla
+from mesanet_kernels import checks, chunks, sequence
+from mesanet_kernels.ops.mlstm import reference, span, xla
 
 IMPLEMENTATIONS = {"reference": reference.mlstm, "xla": xla.mlstm}
 
@@ -50,8 +52,9 @@ def mlstm(
     if initial_state is None:
         initial_state = [jnp.zeros([sizes[axis] for axis in axes]) for axes in STATE_AXES]
     state = tuple(x.astype(dtype) for x in initial_state)
-    chunk = chunks.pick_chunk(chunk_size, sizes["T"])
-    return run(chunk, q, k, v, input_gate.astype(dtype), forget_gate.astype(dtype), state, segment_ids)
+    run = partial(run, chunks.pick_chunk(chunk_size, sequence.span_length(sizes["T"])))
+    rows = q, k, v, input_gate.astype(dtype), forget_gate.astype(dtype)
+    return sequence.recurrent(run, span.MEMORY, rows, (), state, segment_ids)
 
 
 def mlstm_step(q, k, v, input_gate, forget_gate, state, *, implementation=None):

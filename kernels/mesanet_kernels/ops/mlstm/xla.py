@@ -52,9 +52,7 @@ def _weights(input_gate_BTH, forget_gate_BTH, initial_m_BH, segment_ids_BT, *, c
     padding = (0, 0), (0, -input_gate_BTH.shape[1] % chunk), (0, 0)
     gates = lambda x_BTH: chunks.split(jnp.pad(x_BTH, padding, constant_values=-jnp.inf), chunk)
 
-    # A document starts from m = 0, which is forgotten from its first token on.
-    starts_BT1 = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])[..., None] != 0
-    lower_BTH = jnp.where(starts_BT1, jnp.maximum(input_gate_BTH, log_forget_BTH), input_gate_BTH)
+    lower_BTH = lower_bounds(input_gate_BTH, log_forget_BTH, segment_ids_BT)
     inside_NBHC = jnp.max(between_NBHCC + gates(lower_BTH)[..., None, :], axis=-1)
     inside_NBHC = jnp.maximum(inside_NBHC, STABILISER_FLOOR)
 
@@ -67,3 +65,9 @@ def _weights(input_gate_BTH, forget_gate_BTH, initial_m_BH, segment_ids_BT, *, c
     m_NBHC = jnp.maximum(inside_NBHC, entering_NBHC)
     intra_NBHCC = jnp.exp(between_NBHCC + gates(input_gate_BTH)[..., None, :] - m_NBHC[..., None])
     return chunks.ChunkWeights(intra_NBHCC, jnp.exp(entering_NBHC - m_NBHC)), m_NBHC, final_m_BH
+
+
+def lower_bounds(input_gate_BTH, log_forget_BTH, segment_ids_BT):
+    """What m_t is at least by its own token: a document starts from m = 0, which is forgotten from its first token on."""
+    starts_BT1 = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])[..., None] != 0
+    return jnp.where(starts_BT1, jnp.maximum(input_gate_BTH, log_forget_BTH), input_gate_BTH)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from mesanet_kernels.checks import accumulation_dtype
 
 
-def softmax_cross_entropy(options, hidden_BTD, embedding_VD, targets_BT, weights_BT):
+def softmax_cross_entropy(options, hidden_BTD, targets_BT, weights_BT, embedding_VD):
     dtype = accumulation_dtype(hidden_BTD)
     logits_BTV = jnp.einsum(
         "btd,vd->btv", hidden_BTD.astype(dtype), embedding_VD.astype(dtype), precision=jax.lax.Precision.HIGHEST

@@ -25,12 +25,12 @@ class Options(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def softmax_cross_entropy(options, hidden_BTD, embedding_VD, targets_BT, weights_BT):
+def softmax_cross_entropy(options, hidden_BTD, targets_BT, weights_BT, embedding_VD):
     """Per-token loss [B, T]; `api.softmax_cross_entropy` says what each argument is."""
-    return _forward(options, hidden_BTD, embedding_VD, targets_BT, weights_BT)[0]
+    return _forward(options, hidden_BTD, targets_BT, weights_BT, embedding_VD)[0]
 
 
-def _forward(options, hidden_BTD, embedding_VD, targets_BT, weights_BT):
+def _forward(options, hidden_BTD, targets_BT, weights_BT, embedding_VD):
     operand_VD = embedding_VD.astype(hidden_BTD.dtype)
 
     def block_loss(_, block):
@@ -43,12 +43,12 @@ def _forward(options, hidden_BTD, embedding_VD, targets_BT, weights_BT):
     blocks = [_blocks(options, x) for x in (hidden_BTD, targets_BT)]
     _, outputs = jax.lax.scan(block_loss, None, blocks)
     nll_BT, log_total_BT = (_unblock(x, hidden_BTD.shape[1]) for x in outputs)
-    saved = hidden_BTD, embedding_VD, targets_BT, weights_BT, nll_BT, log_total_BT
+    saved = hidden_BTD, targets_BT, weights_BT, embedding_VD, nll_BT, log_total_BT
     return nll_BT * weights_BT, saved
 
 
 def _backward(options, saved, dloss_BT):
-    hidden_BTD, embedding_VD, targets_BT, weights_BT, nll_BT, log_total_BT = saved
+    hidden_BTD, targets_BT, weights_BT, embedding_VD, nll_BT, log_total_BT = saved
     dtype, sum_dtype = hidden_BTD.dtype, log_total_BT.dtype
     operand_VD = embedding_VD.astype(dtype)
 
@@ -66,7 +66,7 @@ def _backward(options, saved, dloss_BT):
     blocks = [_blocks(options, x) for x in (hidden_BTD, targets_BT, log_total_BT, dloss_BT * weights_BT)]
     dembedding_VD, dhidden_NBCD = jax.lax.scan(block_gradient, jnp.zeros(embedding_VD.shape, sum_dtype), blocks)
     dhidden_BTD = _unblock(dhidden_NBCD, hidden_BTD.shape[1])
-    return dhidden_BTD, dembedding_VD.astype(embedding_VD.dtype), None, dloss_BT * nll_BT
+    return dhidden_BTD, None, dloss_BT * nll_BT, dembedding_VD.astype(embedding_VD.dtype)
 
 
 softmax_cross_entropy.defvjp(_forward, _backward)
