@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import jax
 import ml_collections
+from etils import epath
 
 from mesanet_jax import checkpoint, cli, comparison, schema, train
 from mesanet_jax import config as config_lib
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
     flags.add_argument(
         "--configs", required=True, help="what to compare, as configs/mesanet.py:demo,configs/gla.py:demo"
     )
-    flags.add_argument("--workdir", required=True, type=pathlib.Path, help="where the runs and the report live")
+    flags.add_argument("--workdir", required=True, type=workdir_lib.path, help="where the runs and the report live")
     flags.add_argument("--steps", help="updates of every run; default: those of the configs")
     args, overrides = cli.parse(flags, argv)
     if args.steps is not None and overrides.setdefault("steps", args.steps) != args.steps:
@@ -72,7 +73,7 @@ class Run:
 
     spec: str
     config: ml_collections.ConfigDict
-    workdir: pathlib.Path
+    workdir: epath.Path
 
     def saved_steps(self) -> list[int]:
         """Steps whose checkpoints are there; makes no directory."""
@@ -102,7 +103,7 @@ class Run:
         return None
 
 
-def load(specs: Sequence[str], overrides: dict[str, str], workdir: pathlib.Path) -> list[Run]:
+def load(specs: Sequence[str], overrides: dict[str, str], workdir: epath.Path) -> list[Run]:
     """The runs to compare, all checked before the first is trained.
 
     Raises:

@@ -15,7 +15,7 @@ from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax.errors import UserError
 from mesanet_jax.pods import executable, memory, price, report, suggest, topology
-from mesanet_jax.pods.build import build
+from mesanet_jax.pods.build import Build, build
 from mesanet_jax.progress import duration
 
 
@@ -41,37 +41,47 @@ def main(argv: list[str]) -> int:
         executable.save(args.save, built.executable, config, built.program.mesh)
         print(f"\nsaved: train with --config.train.executable={args.save}")
     if args.suggest:
-        facts["suggestion"] = suggestion(
-            config, where, share=config.data.batch_size // mesh_lib.batch_shards(built.program.mesh)
-        )
+        facts["suggestion"] = suggestion(config, where, built, facts)
     if args.json is not None:
         write_json(args.json, facts)
     return 0 if memory.fits(built) else 1
 
 
-def suggestion(config, where: topology.Topology, *, share: int) -> dict:
-    """Compiles candidates, prints each and the best: {"tried": [...], "best": {...} or None}."""
+def suggestion(config, where: topology.Topology, built: Build, facts: dict) -> dict:
+    """Compiles candidates, prints each and the best: {"tried": [...], "best": {...} or None, "fastest": likewise}.
+
+    `built` and `facts` are what `config` itself came to.
+    """
+    share = config.data.batch_size // mesh_lib.batch_shards(built.program.mesh)
     seconds = []
 
     def attempt(remat: str, rows: int) -> suggest.Candidate:
         trial = config.copy_and_resolve_references()
         trial.model.remat, trial.train.rows_per_device = remat, rows
-        built = build(trial, where)
-        facts = report.record(built, None)
-        seconds.append(built.seconds)
-        candidate = suggest.Candidate(remat, rows, facts["fits"], report.slowest(facts))
-        print(report.line(facts), flush=True)
-        return candidate
+        other = build(trial, where)
+        seconds.append(other.seconds)
+        told = report.record(other, None)
+        print(report.line(told), flush=True)
+        return suggest.Candidate(remat, rows, told["fits"], report.slowest(told))
 
-    print()
-    tried = suggest.search(share, attempt)
-    found = suggest.best(tried)
-    print(f"{len(tried)} compilations, {duration(sum(seconds))}")
-    if found is None:
+    print(f"\n{report.line(facts)}", flush=True)
+    rows = share // built.program.accumulation
+    own = suggest.Candidate(config.model.remat, rows, facts["fits"], report.slowest(facts))
+    tried = suggest.search(share, attempt, first=own)
+    best, fastest = suggest.best(tried), suggest.fastest(tried)
+    print(f"{len(seconds)} more compilations, {duration(sum(seconds))}")
+    if best is None:
         print("nothing fits: a larger config.mesh.fsdp or tensor splits the parameters over more chips")
     else:
-        print(f"suggested: --config.model.remat={found.remat} --config.train.rows_per_device={found.rows}")
-    return {"tried": [vars(each) for each in tried], "best": None if found is None else vars(found)}
+        print(f"suggested: {_flags(best)}")
+    if fastest not in (None, best):
+        print(f"the fastest of these by the estimate: {_flags(fastest)} ({fastest.seconds:#.3g} s a step)")
+    as_dict = lambda candidate: None if candidate is None else vars(candidate)
+    return {"tried": [vars(each) for each in tried], "best": as_dict(best), "fastest": as_dict(fastest)}
+
+
+def _flags(candidate: suggest.Candidate) -> str:
+    return f"--config.model.remat={candidate.remat} --config.train.rows_per_device={candidate.rows}"
 
 
 def write_json(path: pathlib.Path, facts: dict) -> None:

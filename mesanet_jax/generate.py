@@ -23,7 +23,7 @@ from mesanet_jax.sampling import Sampler, Sampling, StreamDecoder, state_bytes
 
 def main(argv: list[str]) -> None:
     flags = cli.parser(__doc__)
-    flags.add_argument("--workdir", required=True, type=pathlib.Path, help="of a run of mesanet_jax.train")
+    flags.add_argument("--workdir", required=True, type=workdir.path, help="of a run of mesanet_jax.train")
     flags.add_argument("--step", type=int, help="checkpoint to sample from; default: the newest")
     flags.add_argument("--prompt", default="", help="text to continue; -: from stdin")
     flags.add_argument("--prompt_file", type=pathlib.Path, help="file with the text to continue")

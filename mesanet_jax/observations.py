@@ -3,11 +3,11 @@
 L layers, H heads.
 """
 
-import pathlib
 import re
 from collections.abc import Mapping
 
 import numpy as np
+from etils import epath
 
 from mesanet_jax.plots import plot_grid, plot_layers
 from mesanet_jax.trackers import read_json_lines
@@ -35,14 +35,14 @@ def _named(layer: str, values: np.ndarray) -> dict[str, float]:
     return {f"{layer}/head_{head}": float(value) for head, value in enumerate(values)}
 
 
-def newest(metrics: pathlib.Path) -> dict[str, float]:
+def newest(metrics: epath.Path) -> dict[str, float]:
     """The newest record of a `metrics.jsonl` that holds an observation; an empty one where there is none."""
     records = read_json_lines(metrics)
     told = lambda record: {key.partition("/")[0] for key in record} & (LABELS.keys() | MIXTURES.keys())
     return next((record for record in reversed(records) if told(record)), {})
 
 
-def plot(record: Mapping[str, float], stem: pathlib.Path, *, title: str) -> None:
+def plot(record: Mapping[str, float], stem: epath.Path, *, title: str) -> None:
     """Draws the observations of a record, if any, as STEM-NAME.png."""
     for name, label in LABELS.items():
         if name in record:

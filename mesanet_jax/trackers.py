@@ -105,7 +105,7 @@ def read_json_lines(path: pathlib.Path) -> list[dict]:
       UserError: naming the line, if any other is no record.
     """
     records = []
-    lines = path.read_text(errors="replace").splitlines()
+    lines = path.read_bytes().decode(errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             records.append(json.loads(line))

@@ -3,7 +3,7 @@
 Actions: `create` the pod, `setup` it (this commit and its locked packages on every host), `start` the training on all
 hosts, `tail` the log of host 0, `status` of every host, `stop` (saves), `delete` it; `run` does the first three and then
 watches: it creates the pod anew after a preemption and ends with the training. The hosts need Python 3.12 or 3.13 and one
---workdir for all, a mounted bucket or a shared disk: `--before` is run on each to get them.
+--workdir for all: gs://BUCKET/..., or a shared disk, which `--before`, run on each, may mount.
 Exit status: 0, or 2 for a mistake or a command that failed; `run` ends with that of the training.
 """
 

@@ -1,8 +1,9 @@
 """Compiles every shipped config for two pods and writes docs/results/pods.md: `nice python scripts/pods_table.py`
 
-A compilation takes minutes, so each leaves its record in docs/results/pods/, and a rerun goes on with what is missing
-(delete a record to have it made anew). `--page` writes the page from the records that there are. Needs the TPU
-compiler (`make .venv/tpu-compiler`).
+A compilation takes minutes (all but seconds of it in XLA), so each leaves its record in docs/results/pods/, and a rerun
+goes on with what is missing (delete a record to have it made anew). v5p goes first: from what it needs the rows that fit
+v5e are guessed, so that most rows of the table take one compilation. `--page` writes the page from the records that there
+are. Needs the TPU compiler (`make .venv/tpu-compiler`).
 """
 
 import argparse
@@ -14,16 +15,19 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for `scripts`
 
+from mesanet_jax.pods.chips import CHIPS  # noqa: E402
 from scripts.parameter_table import shipped  # noqa: E402
 
 RECORDS = ROOT / "docs" / "results" / "pods"
 PAGE = RECORDS.with_suffix(".md")
 FIRST = ("mesanet", "transformer")
 PODS = {"v5e:4x4": "v5e-16", "v5p:4x4x4": "v5p-128"}
+SMALL, LARGE = PODS  # the memory of a chip
 # Data parallel, the configs' own mesh, but for what leaves v5e's 16 GiB no room beside its parameters and moments.
 MESH = {("v5e:4x4", "1b"): ("--config.mesh.data=1", "--config.mesh.fsdp=16")}
-ROWS = {"140m": 16, "440m": 8, "1b": 8}  # a device, where the search for what fits v5e begins
+ROWS = {"140m": 16, "440m": 8, "1b": 8}  # a device of v5e, at most
 GIBIBYTE = 2**30
+HBM_OF_SMALL, CHIPS_OF_SMALL = CHIPS["v5e"].hbm, 16
 WINDOWED_EINSUM = """
 ## What compiling found: products in pieces
 
@@ -42,20 +46,33 @@ NOT_FITTING = 1  # the command's exit status
 
 
 def tasks() -> list[tuple[str, str]]:
-    """(spec, topology) of every row, the families that most is asked about first, then smaller models first."""
-    specs = sorted(shipped().items(), key=lambda item: (not item[0].startswith(FIRST), list(ROWS).index(item[1])))
-    return [(spec, pod) for spec, _ in specs for pod in PODS]
+    """(spec, topology) of every row: smaller models first, of a size the families that most is asked about."""
+    specs = sorted(shipped().items(), key=lambda item: (list(ROWS).index(item[1]), not item[0].startswith(FIRST)))
+    return [(spec, pod) for spec, _ in specs for pod in (LARGE, SMALL)]
 
 
 def record_of(spec: str, pod: str) -> pathlib.Path:
     return RECORDS / f"{spec.replace(':', '-')}-{PODS[pod]}.json"
 
 
+def guess(spec: str, size: str) -> int:
+    """The power of two of rows for a chip of v5e, by what v5p needs; `compile_row` halves it where that was too many.
+
+    Gradients are there whatever the rows, everything else among the temporaries grows with them.
+    """
+    facts = json.loads(record_of(spec, LARGE).read_text())
+    held = {kind: facts["memory"][kind] for kind in ("parameters", "optimizer state")}
+    split = 1 if (SMALL, size) not in MESH else CHIPS_OF_SMALL
+    row = (facts["memory"]["temporaries"] - held["parameters"]) / (facts["batch_size"] / facts["chips"])
+    free = HBM_OF_SMALL * GIBIBYTE - (sum(held.values()) + held["parameters"]) / split
+    return next((rows for rows in (16, 8, 4, 2) if rows <= ROWS[size] and rows * row <= free), 1)
+
+
 def compile_row(spec: str, pod: str) -> None:
-    """Compiles with the largest power of two of rows that fits, and leaves its record."""
+    """Compiles with as many rows a device as fit, and leaves the record."""
     family, _, variant = spec.partition(":")
     size = variant.partition("-")[0]
-    rows, record = ROWS[size] if pod == "v5e:4x4" else 16, record_of(spec, pod)
+    rows, record = guess(spec, size) if pod == SMALL else 16, record_of(spec, pod)
     partial = record.with_suffix(".partial")
     while True:
         command = [sys.executable, "-m", "mesanet_jax.compile", f"--config=configs/{family}.py:{variant}",
@@ -102,8 +119,8 @@ def page() -> str:
         f"Compiled on {', '.join(dates)} with {'; '.join(versions)}.",
         "",
         "**Nothing here ran on a TPU.** Memory is what the TPU compiler assigned on each chip. Rows x turns: rows a device",
-        "holds at once (16, on v5e 8 above 140m, halved until they fit) and in how many turns it takes its share of the 256",
-        "rows of 2048.",
+        "holds at once (at most 16, on v5e 8 above 140m; a power of two by what v5p needs, halved until they fit) and in how",
+        "many turns it takes its share of the 256 rows of 2048.",
         "TFLOP are of a chip and step: those the model needs (`mesanet_jax/flops.py`) and those of the compiled matrix",
         "products, recomputation included. GB: results of the collectives of a chip and step. Seconds, MFU and dollars are",
         "an **estimate**: the cycles that the compiler's cost model expects, with the transfers between chips all hidden to",

@@ -5,6 +5,8 @@ States here are small: a model's parameters with an optimizer state around them,
 
 import functools
 import json
+import shutil
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,11 +17,12 @@ import numpy as np
 import pytest
 
 from mesanet_jax import checkpoint as checkpoint_lib
+from mesanet_jax import distributed, models, train, workdir
 from mesanet_jax import mesh as mesh_lib
-from mesanet_jax import models
 from mesanet_jax import step as step_lib
 from mesanet_jax.errors import UserError
 from tests.smoke import ROOT, assert_bitwise, smoke_config
+from tests.test_processes import ProcessRuns
 
 ABOUT = {"config": {"name": "a run"}, "data": "fingerprint"}
 ONE, ROWS, COLUMNS, ALL = (1, 1, 1), (2, 4, 1), (4, 1, 2), (8, 1, 1)
@@ -48,12 +51,16 @@ def state_on(run):
 def saved_run(path, run, steps=(3,), **rules):
     """Saves one state at each of the steps; returns it."""
     state = state_on(run)
+    saved_state(path, state, steps, **rules)
+    return state
+
+
+def saved_state(path, state, steps, **rules):
     checkpoints = checkpoint_lib.Checkpoints(path, **rules)
     for step in steps:
         checkpoints.save(step, state, ABOUT)
         checkpoints.wait()
     checkpoints.close()
-    return state
 
 
 def restore(path, run, step=3):
@@ -86,7 +93,8 @@ def test_trained_state_comes_back_with_its_structure(tmp_path):
 def test_about(tmp_path):
     saved_run(tmp_path, run_on())
     checkpoints = checkpoint_lib.Checkpoints(tmp_path)
-    assert checkpoints.about(3) == json.loads(json.dumps(ABOUT))
+    about = checkpoints.about(3)
+    assert {name: about[name] for name in ABOUT} == json.loads(json.dumps(ABOUT))
     checkpoints.close()
 
 
@@ -206,3 +214,110 @@ def test_full_disk_keeps_what_is_there(tmp_path, monkeypatch):
         checkpoints.save(4, state, ABOUT)
     checkpoints.close()
     assert_bitwise(jax.device_get(restore(tmp_path, run_on())), jax.device_get(state))
+
+
+def test_read_only_workdir_is_one_line(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("os.makedirs", refuse)
+    path = workdir.path(str(tmp_path / "run"))
+    with pytest.raises(UserError, match=f"^--workdir={path}: Read-only file system$"), workdir.lock(path):
+        pass
+
+
+def largest(folder):
+    return max((path for path in folder.rglob("d/*")), key=lambda path: path.stat().st_size)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "an array is cut": lambda step: cut(largest(step / "params")),
+    "an array is gone": lambda step: largest(step / "params").unlink(),
+    "a bit is another": lambda step: flip(largest(step / "training")),
+    "its index is gone": lambda step: (step / "params" / "manifest.ocdbt").unlink(),
+    "its description is gone": lambda step: (step / "training" / "_METADATA").unlink(),
+    "its description is cut": lambda step: cut(step / "params" / "_METADATA"),
+    "the parameters are gone": lambda step: shutil.rmtree(step / "params"),
+    "the note is cut": lambda step: cut(step / "about" / "metadata"),
+    "all is gone": lambda step: (shutil.rmtree(step), step.mkdir()),
+}
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """Checkpoints of the steps 3 and 5, with an array that is long enough to be spoilt in its middle."""
+    random = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
+    state = {"params": {"w": jnp.asarray(random)}, "opt_state": {"m": jnp.asarray(random[::-1])}, "step": jnp.int32(5)}
+    path = tmp_path_factory.mktemp("two")
+    saved_state(path, state, steps=(3, 5))
+    return path, state
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_checkpoint_is_set_aside_for_the_one_before(two_steps, tmp_path, capsys, damage):
+    source, state = two_steps
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    damage(tmp_path / checkpoint_lib.DIRECTORY / "5")
+    targets = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    program, saved = SimpleNamespace(state=targets), checkpoint_lib.Checkpoints(tmp_path)
+    restored, step = train.initial_state(None, program, None, saved, ABOUT)
+    assert step == 3
+    assert_bitwise(restored, state)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "warning" in said and "checkpoint 5 is damaged" in said
+    (aside,) = tmp_path.glob("damaged-5-*")
+    assert str(aside) in said and "one before is of step 3" in said
+    assert saved.steps() == [3]
+    saved.save(5, state, ABOUT)  # its place is free
+    saved.wait()
+    assert saved.steps() == [3, 5]
+    saved.close()
+
+
+def test_the_only_checkpoint_stays_where_it_is(two_steps, tmp_path):
+    """A run does not begin anew by itself."""
+    source, state = two_steps
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / checkpoint_lib.DIRECTORY / "3")
+    cut(largest(tmp_path / checkpoint_lib.DIRECTORY / "5"))
+    saved = checkpoint_lib.Checkpoints(tmp_path)
+    with pytest.raises(UserError, match="checkpoint 5 is damaged: .*; there is no other: remove it") as raised:
+        train.initial_state(None, SimpleNamespace(state=state), None, saved, ABOUT)
+    assert "\n" not in str(raised.value) and saved.steps() == [5]
+    saved.close()
+
+
+def test_checkpoint_of_a_version_without_digests(tmp_path, monkeypatch):
+    run = run_on()
+    monkeypatch.setattr(checkpoint_lib, "_digests", lambda items: None)
+    state = saved_run(tmp_path, run)
+    monkeypatch.undo()
+    checkpoints = checkpoint_lib.Checkpoints(tmp_path)
+    assert_bitwise(checkpoints.restore(3, run.program.state), state)
+    checkpoints.close()
+
+
+@pytest.mark.slow
+def test_damaged_checkpoint_of_two_processes(tmp_path, tiny_data):
+    """All end, with the status after which a launcher starts again, and then go on from the step before."""
+    runs = ProcessRuns(tmp_path, tiny_data)
+    group = runs.begin("run", (2, 2), {"checkpoint.every": 4})
+    runs.await_step("run", 9, group)
+    group.signal(0, signal.SIGTERM)
+    assert [end.status for end in group.ended()] == [128 + signal.SIGTERM] * 2
+    before, newest = runs.steps("run")[-2:]
+    cut(largest(tmp_path / "run" / checkpoint_lib.DIRECTORY / str(newest) / "params"))
+    ends = runs.begin("run", (2, 2)).ended()
+    assert [end.status for end in ends] == [distributed.LOST] * 2, ends
+    assert all(f"the one before is of step {before}; start again" in end.output for end in ends), ends
+    assert f"resuming after step {before}" in runs.finish("run", (2, 2))[0].output

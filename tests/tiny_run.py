@@ -14,18 +14,18 @@ CONFIGS = {"mesa": mesanet, "attention": transformer}
 TEXTS = [f"Document {i}: " + "the café has naïve waiters. " * (i % 5 + 1) for i in range(40)]
 
 
-def prepare_data(path: pathlib.Path, *, seq_len: int, eos: bool = False) -> str:
-    """TEXTS as bytes, for training and validation alike."""
+def prepare_data(path: pathlib.Path, *, seq_len: int, eos: bool = False, output: str | None = None) -> str:
+    """TEXTS as bytes, for training and validation alike, in `path` unless `output` names another place."""
     files = path.with_name(f"{path.name}_texts")
     files.mkdir()
     for split in ("train", "validation"):  # a file may not be in two splits
         (files / f"{split}.txt").write_text("\n".join(TEXTS))
     config = prepare_configs.get_config("text")
     config.input, config.validation_input = str(files / "train.txt"), str(files / "validation.txt")
-    config.output, config.holdout, config.document = str(path), 0.0, "line"
+    config.output, config.holdout, config.document = output or str(path), 0.0, "line"
     config.tokenizer.kind, config.seq_len, config.eos, config.workers = "bytes", seq_len, eos, 1
     prepare.prepare(config)
-    return str(path)
+    return config.output
 
 
 def save_run(path: pathlib.Path, data: str, *, mixer: str, steps=(4, 8)):

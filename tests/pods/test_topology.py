@@ -50,7 +50,8 @@ def test_missing_compiler_is_one_line(tmp_path, monkeypatch):
 
 def test_mesh_that_does_not_fit_proposes_one():
     with pytest.raises(
-        UserError, match="data=3, fsdp=2, tensor=1, but here are 8 devices; try .*data=-1 .*fsdp=2 .*tensor=1"
+        UserError,
+        match="data=3, fsdp=2, tensor=1, sequence=1, but here are 8 devices; try .*data=-1 .*fsdp=2 .*tensor=1",
     ):
         mesh_lib.make_mesh((3, 2, 1), jax.devices()[:8])
     with pytest.raises(
@@ -73,21 +74,32 @@ def test_what_the_compiler_says_about_memory(message, said):
     assert read_shortage(message) == said
 
 
-# The most rows that fit, by policy: what must be found, and in how many compilations.
+# The most rows that fit, by policy; what the config has; what must be found, and in how many compilations with that one.
 @pytest.mark.parametrize(
-    ("fitting", "answer", "count"),
+    ("fitting", "first", "answer", "count"),
     [
-        ({"none": 16, "matmuls": 16, "mixer": 16, "full": 16}, ("none", 16), 5),
-        ({"none": 1, "matmuls": 2, "mixer": 8, "full": 8}, ("mixer", 8), 5),
-        ({"none": 0, "matmuls": 0, "mixer": 1, "full": 4}, ("full", 4), 4),
-        ({"none": 0, "matmuls": 0, "mixer": 0, "full": 0}, None, 3),
+        ({"none": 16, "matmuls": 16, "mixer": 16, "full": 16}, ("mixer", 16), ("none", 16), 3),
+        ({"none": 16, "matmuls": 16, "mixer": 16, "full": 16}, ("none", 2), ("none", 16), 6),
+        ({"none": 1, "matmuls": 2, "mixer": 8, "full": 8}, ("mixer", 16), ("mixer", 8), 6),
+        ({"none": 1, "matmuls": 2, "mixer": 8, "full": 16}, ("mixer", 16), ("full", 16), 3),
+        ({"none": 1, "matmuls": 2, "mixer": 8, "full": 8}, ("mixer", 8), ("mixer", 8), 3),
+        ({"none": 0, "matmuls": 0, "mixer": 1, "full": 4}, ("full", 16), ("full", 4), 4),
+        ({"none": 0, "matmuls": 0, "mixer": 0, "full": 0}, ("mixer", 8), None, 4),
+        ({"none": 0, "matmuls": 0, "mixer": 0, "full": 0}, ("full", 1), None, 1),
     ],
 )
-def test_suggestion_is_the_largest_that_fits(fitting, answer, count):
-    tried = suggest.search(16, lambda remat, rows: suggest.Candidate(remat, rows, rows <= fitting[remat], None))
+def test_suggestion_is_the_largest_that_fits(fitting, first, answer, count):
+    attempt = lambda remat, rows: suggest.Candidate(remat, rows, rows <= fitting[remat], None)
+    tried = suggest.search(16, attempt, first=attempt(*first))
     best = suggest.best(tried)
     assert (None if best is None else (best.remat, best.rows)) == answer
-    assert len(tried) == count
+    assert len(tried) == count and len({(each.remat, each.rows) for each in tried}) == count
+
+
+def test_fastest_is_of_those_that_fit():
+    slow, fast, large = (suggest.Candidate("full", rows, rows < 9, 1 / rows) for rows in (1, 8, 16))
+    assert suggest.fastest([slow, fast, large]) == fast
+    assert suggest.fastest([dataclasses.replace(fast, seconds=None), large]) is None
 
 
 def test_prices(tmp_path):
@@ -118,7 +130,7 @@ def test_slices_split_the_data_axis_first():
     """fsdp and tensor stay inside a slice, where the links are fast."""
     devices = [Device(index, index // 4) for index in (5, 0, 4, 1, 7, 2, 6, 3)]
     mesh = mesh_lib.make_mesh((-1, 2, 1), devices)
-    assert dict(mesh.shape) == {"data": 4, "fsdp": 2, "tensor": 1}
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 2, "sequence": 1, "tensor": 1}
     slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
     assert (slices[:2] == slices[0, 0, 0]).all() and (slices[2:] == slices[2, 0, 0]).all()
     assert slices[0, 0, 0] != slices[2, 0, 0]
