@@ -2,11 +2,15 @@
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
 RUN := runs/demo
-FAMILIES := $(filter-out configs/backbone.py configs/prepare.py,$(wildcard configs/*.py))
+# Those in the backbone of MesaNet; those in nanochat's are compared with each other.
+NANOCHAT := configs/nanochat.py configs/maglev.py configs/lrt.py
+FAMILIES := $(filter-out $(NANOCHAT) configs/backbone.py configs/nanochat_recipe.py configs/prepare.py,$(wildcard configs/*.py))
+MEMORIES := configs/maglev.py:demo-sliding configs/maglev.py:demo-interleaved configs/lrt.py:demo configs/lrt.py:demo-k2 \
+    configs/maglev.py:demo configs/maglev.py:demo-separate
 empty :=
 comma := ,
 
-.PHONY: demo compare-demo test test-all lint clean
+.PHONY: demo compare-demo compare-memories test test-all lint clean
 
 .venv/installed: pyproject.toml constraints.txt scripts/make_venv.sh
 	@scripts/make_venv.sh .venv
@@ -26,6 +30,14 @@ compare-demo: .venv/installed
 	    --workdir=runs/compare --steps=100 --config.data.path=$(RUN)/data --config.optimizer.warmup_steps=20 \
 	    --config.train.log_every=2 --config.train.eval_batches=1 --config.log.tensorboard=false
 	@echo "report: runs/compare/comparison.md"
+
+# Maglev, LRT and the Transformers of their recipe, likewise.
+compare-memories: .venv/installed
+	$(PYTHON) -m mesanet_jax.prepare --config=configs/prepare.py:demo --config.output=$(RUN)/data
+	$(PYTHON) -m mesanet_jax.compare --configs=$(subst $(empty) $(empty),$(comma),$(MEMORIES)) \
+	    --workdir=runs/compare-memories --steps=100 --config.data.path=$(RUN)/data --config.optimizer.warmup_steps=20 \
+	    --config.train.log_every=2 --config.train.eval_every=20 --config.train.eval_batches=1 --config.log.tensorboard=false
+	@echo "report: runs/compare-memories/comparison.md"
 
 # On two processes: XLA compiles on one core at a time.
 test: .venv/installed

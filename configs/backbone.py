@@ -43,6 +43,7 @@ def small(config, size: str) -> None:
     config.model.remat = "none"
     config.optimizer.warmup_steps = 50 if demo else 2
     config.optimizer.learning_rate = 8e-3 if demo else 5e-3
+    config.optimizer.muon.dtype = "float32"
     config.train.eval_every = 200 if demo else None
     config.train.eval_batches = None if demo else 8
     config.train.log_every = 5 if demo else 1

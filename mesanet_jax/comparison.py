@@ -5,12 +5,12 @@ T tokens of a row.
 
 import dataclasses
 import json
-import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from mesanet_jax import checkpoint, models, plots, schema
 from mesanet_jax.errors import UserError
@@ -19,7 +19,8 @@ from mesanet_jax.evaluate import file_name, markdown_table
 from mesanet_jax.progress import short_number
 from mesanet_jax.trackers import read_json_lines
 
-ATTENTION = ("attention",)  # the pattern of the run that the others are measured against by position
+# By pattern, the runs that others are measured against by position: the first kind that there is.
+BASELINES = (("attention",), ("sliding", "attention"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +42,19 @@ class Result:
     data: str  # fingerprint of the training data
     evaluated_data: str  # and of those evaluated on
     evaluation: Evaluation
+    modes: Mapping[str, Mapping[str, Any]]  # scores of ways to compute the loss other than decoding, by name
     losses: tuple[np.ndarray, np.ndarray]  # steps, nats a token
     settings: Mapping[str, Any]  # the config, flat
 
     SHARED = ("steps", "batch", "seed", "order_seed", "data", "evaluated_data")
 
 
-def evaluation_path(config, workdir: pathlib.Path, suffix: str) -> pathlib.Path:
+def evaluation_path(config, workdir: epath.Path, suffix: str) -> epath.Path:
     """A file that mesanet_jax.evaluate writes for the last step of a run."""
     return workdir / "evaluation" / f"{file_name(config.data.validation_split, config.steps)}{suffix}"
 
 
-def read(config, workdir: pathlib.Path) -> Result:
+def read(config, workdir: epath.Path) -> Result:
     """The result of a run that is trained and evaluated; seeds and data are those its last checkpoint was made with."""
     saved = checkpoint.Checkpoints(workdir)
     about = saved.about(config.steps)
@@ -82,7 +84,8 @@ def read(config, workdir: pathlib.Path) -> Result:
             position_loss_T=np.array(evaluated["position_loss"], float),  # null: NaN
             position_tokens_T=np.array(evaluated["position_tokens"]),
         ),
-        losses=plots.series(records, "loss"),
+        modes=evaluated.get("modes", {}),  # absent from evaluations of earlier versions
+        losses=plots.training_loss(records),
         settings=schema.flatten(config),
     )
 
@@ -99,9 +102,9 @@ class Comparison:
         check_same(results)
         self.results = sorted(results, key=lambda result: result.evaluation.loss)
         self.failed = dict(failed)
-        only_attention = [result for result in results if result.pattern == ATTENTION]
-        plain = lambda result: result.settings["model.kind"] == "language_model"  # the Transformer, if there is one
-        self.baseline = max(only_attention, key=plain, default=None)
+        # The Transformer, if there is one, before other kinds of model of its pattern.
+        rank = lambda result: (BASELINES.index(result.pattern), result.settings["model.kind"] != "language_model")
+        self.baseline = min((result for result in results if result.pattern in BASELINES), key=rank, default=None)
 
     def markdown(self) -> str:
         """The report as text."""
@@ -118,10 +121,23 @@ class Comparison:
             " on this machine, with whatever else ran on it.",
             *(f"**Missing: {name}**, {why}." for name, why in self.failed.items()),
             markdown_table(HEADER, [_row(result) for result in self.results]),
+            *self._modes(),
             *self._differences(),
             "![loss curves](comparison-loss.png)",
             *self._positions(),
         ]) + "\n"  # fmt: skip
+
+    def _modes(self) -> list[str]:
+        """What models that have more than one way to compute their loss score in the others."""
+        rows = [
+            (result.name, mode, f"{scores['loss']:.4f}", f"{scores['loss'] - result.evaluation.loss:+.4f}",
+             "unknown" if scores["bits_per_byte"] is None else f"{scores['bits_per_byte']:.4f}")
+            for result in self.results for mode, scores in result.modes.items()
+        ]  # fmt: skip
+        if not rows:
+            return []
+        header = ("run", "mode", "loss (nats / token)", "less decoding", "bits / byte")
+        return ["## Other modes", "The table above has the loss of decoding.", markdown_table(header, rows)]
 
     def _differences(self) -> list[str]:
         """What runs set differently; an option of a mixer or kind of model that only one run has differs from nothing."""
@@ -135,7 +151,7 @@ class Comparison:
         if self.baseline is None:
             return [
                 "## Loss by position",
-                f"Left out: no run has the pattern {ATTENTION} to measure the others against.",
+                "Left out: no run is a Transformer, full or interleaved, to measure the others against.",
             ]
         heading = f"## Loss by position, relative to {self.baseline.name}"
         buckets = {result.name: position_buckets(result.evaluation) for result in self.results}
@@ -162,7 +178,7 @@ class Comparison:
             "runs": [_record(result) for result in self.results],
         }
 
-    def write(self, directory: pathlib.Path) -> None:
+    def write(self, directory: epath.Path) -> None:
         """Writes comparison.md, .json and the plots that the former shows."""
         (directory / "comparison.md").write_text(self.markdown())
         (directory / "comparison.json").write_text(json.dumps(self.record(), indent=1) + "\n")
@@ -223,6 +239,7 @@ def _record(result: Result) -> dict:
     return {
         **{name: getattr(result, name) for name in plain},
         **{name: getattr(result.evaluation, name) for name in scores},
+        "modes": {mode: {name: other[name] for name in scores} for mode, other in result.modes.items()},
         "position_loss": [None if np.isnan(x) else float(x) for x in result.evaluation.position_loss_T],
     }
 

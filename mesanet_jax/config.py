@@ -5,10 +5,9 @@ The sections of mixers and models are declared where they are implemented (`FIEL
 
 import ml_collections
 
-from mesanet_jax import cli
+from mesanet_jax import cli, muon, optimizer, schedule
 from mesanet_jax import schema as schema_lib
 from mesanet_jax.errors import UserError
-from mesanet_jax.mixers import MIXERS
 from mesanet_jax.models import MODELS
 from mesanet_jax.schema import Field
 
@@ -25,11 +24,13 @@ RUN = {
         "seed": Field(0, "seed of the order of rows", at_least=0, fixed=True),
     },
     "optimizer": {
-        "name": Field("adamw", "update rule", choices=("adamw",), fixed=True),
+        "name": Field("adamw", "update rule; muon: Muon for the matrices of the blocks, AdamW for the rest", choices=("adamw", "muon"), fixed=True),
         "learning_rate": Field(1e-3, "peak learning rate", at_least=0.0, fixed=True),
+        "schedule": Field("cosine", "after the warm-up: a cosine, or constant and a linear warm-down", choices=tuple(schedule.SCHEDULES), fixed=True),
         "warmup_steps": Field(2000, "steps of linear warm-up", at_least=0, fixed=True),
         "warmup_from": Field(1e-6, "learning rate of the first step", at_least=0.0, fixed=True),
-        "final_ratio": Field(0.1, "learning rate at the end over the peak, reached by a cosine", at_least=0.0, fixed=True),
+        "warmdown_ratio": Field(0.65, "share of the run that is the warm-down", above=0.0, below=1.0, fixed=True),
+        "final_ratio": Field(0.1, "learning rate at the end over the peak", at_least=0.0, fixed=True),
         "b1": Field(0.9, "decay of the gradient's mean", at_least=0.0, below=1.0, fixed=True),
         "b2": Field(0.98, "decay of the squared gradient's mean", at_least=0.0, below=1.0, fixed=True),
         "eps": Field(1e-8, "added to the root of the second moment", at_least=0.0, fixed=True),
@@ -40,6 +41,8 @@ RUN = {
             fixed=True,
         ),
         "clip_norm": Field(1.0, "gradients are scaled down to this global norm; none: no clipping", kind=float, above=0.0, fixed=True),
+        "groups": optimizer.GROUPS,
+        "muon": muon.FIELDS,
     },
     "train": {
         "rows_per_device": Field(16, "rows a device holds at once; a larger batch is accumulated inside the step", at_least=1),
@@ -65,6 +68,7 @@ RUN = {
         "data": Field(-1, "replicas of the model; -1: all devices that remain"),
         "fsdp": Field(1, "devices that share parameters and optimizer state by rows"),
         "tensor": Field(1, "devices that share heads, feed-forward width and vocabulary"),
+        "sequence": Field(1, "devices that share the time of a row, a span each"),
     },
     "log": {
         "tensorboard": Field(True, "write TensorBoard events to the workdir"),
@@ -83,8 +87,9 @@ def schema(kind: str, pattern: tuple[str, ...]) -> schema_lib.Schema:
     """The fields of a run whose model is `kind` with the mixers of `pattern`."""
     if kind not in MODELS:
         raise UserError(f"config.model.kind={kind}: no such model; choose from {', '.join(sorted(MODELS))}")
-    for name in (name for name in pattern if name not in MIXERS):
-        raise UserError(f"config.model.pattern: no mixer {name!r}; choose from {', '.join(sorted(MIXERS))}")
+    mixers = MODELS[kind].MIXERS
+    for name in (name for name in pattern if name not in mixers):
+        raise UserError(f"config.model.pattern: no mixer {name!r}; choose from {', '.join(sorted(mixers))}")
     model = {
         "kind": Field("language_model", "model class", choices=tuple(MODELS), fixed=True),
         "pattern": Field(
@@ -93,7 +98,7 @@ def schema(kind: str, pattern: tuple[str, ...]) -> schema_lib.Schema:
             fixed=True,
         ),
         **MODELS[kind].FIELDS,
-        **{name: MIXERS[name].FIELDS for name in sorted(set(pattern))},
+        **{name: mixers[name].FIELDS for name in sorted(set(pattern))},
     }
     return {**RUN, "model": model}
 
@@ -145,7 +150,7 @@ def _add_mixers(config: ml_collections.ConfigDict, pattern_text: str) -> None:
         for name in pattern:
             if name not in config.model:
                 config.model[name] = defaults[name]
-        for name in set(MIXERS) & set(config.model) - set(pattern):
+        for name in set(MODELS[config.model.kind].MIXERS) & set(config.model) - set(pattern):
             del config.model[name]
         config.model.pattern = pattern
 
@@ -153,21 +158,22 @@ def _add_mixers(config: ml_collections.ConfigDict, pattern_text: str) -> None:
 def validate(config: ml_collections.ConfigDict) -> None:
     """The checks of single fields, then those that span fields."""
     schema_lib.check(config, schema(config.model.kind, config.model.pattern))
-    model, optimizer = config.model, config.optimizer
+    model = config.model
     if not model.pattern:
         raise UserError("config.model.pattern: names no mixer")
-    if optimizer.warmup_steps >= config.steps:
-        raise UserError(
-            f"config.optimizer.warmup_steps={optimizer.warmup_steps}: must be below config.steps={config.steps}"
-        )
+    optimizer.check(config)
     for axis, size in config.mesh.items():
         if size < 1 and not (axis == "data" and size == -1):
             raise UserError(
                 f"config.mesh.{axis}={size}: must be at least 1" + (", or -1 for the rest" if axis == "data" else "")
             )
+    if config.data.seq_len % config.mesh.sequence:
+        raise UserError(
+            f"config.data.seq_len={config.data.seq_len}: not a multiple of config.mesh.sequence={config.mesh.sequence}"
+        )
     MODELS[model.kind].check(model)
     for name in model.pattern:
-        MIXERS[name].check(model)
+        MODELS[model.kind].MIXERS[name].check(model)
 
 
 def differences(saved: dict, config: ml_collections.ConfigDict) -> tuple[list[str], list[str]]:
@@ -179,7 +185,9 @@ def differences(saved: dict, config: ml_collections.ConfigDict) -> tuple[list[st
     }
     refused, reported = [], []
     for path in sorted(saved.keys() | now.keys()):
-        before, after = saved.get(path, "(absent)"), now.get(path, "(absent)")
+        # A run that began before a field was declared had its default.
+        absent = fields[path].default if path in fields else "(absent)"
+        before, after = saved.get(path, absent), now.get(path, "(absent)")
         if before != after:
             fixed = path not in fields or fields[path].fixed
             (refused if fixed else reported).append(f"config.{path}: {before} in the workdir, {after} now")

@@ -13,13 +13,13 @@ import dataclasses
 import itertools
 import json
 import math
-import pathlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import jax
 import numpy as np
+from etils import epath
 from tqdm import tqdm
 
 from mesanet_jax import checkpoint, cli, distributed, models, observations, workdir
@@ -39,7 +39,7 @@ PROTOCOLS = ("rows", "stream")
 
 def main(argv: list[str]) -> None:
     flags = cli.parser(__doc__)
-    flags.add_argument("--workdir", required=True, type=pathlib.Path, help="of a run of mesanet_jax.train")
+    flags.add_argument("--workdir", required=True, type=workdir.path, help="of a run of mesanet_jax.train")
     flags.add_argument("--step", type=int, help="checkpoint to evaluate; default: the newest")
     flags.add_argument("--split", help="of the prepared data; default: config.data.validation_split")
     flags.add_argument("--batches", type=int, help="stop after so many batches; default: the whole split")
@@ -115,6 +115,7 @@ class Report:
             ("perplexity", f"{result.perplexity:.2f}"),
             ("bits per byte", bits),
             *self._words(),
+            *self._others(),
             ("tokens", f"{result.tokens:,}"),
             ("bytes", f"{result.bytes:,}"),
             ("protocol", self.protocol),
@@ -137,25 +138,55 @@ class Report:
             return []
         return [("word-level perplexity", f"{self.word_perplexity:.2f}"), ("words", f"{self.words:,}")]
 
+    def _others(self) -> list[tuple[str, str]]:
+        """Other modes, whose gap is their loss less that of decoding; and what was told of the computation."""
+        rows = []
+        for mode, other in self.evaluation.others.items():
+            rows += [
+                (f"loss, {mode}", f"{other.loss:.4f}"),
+                (f"gap, {mode} less decoding", f"{other.loss - self.evaluation.loss:+.4f}"),
+                (f"perplexity, {mode}", f"{other.perplexity:.2f}"),
+                (f"bits per byte, {mode}", "none" if other.bits_per_byte is None else f"{other.bits_per_byte:.4f}"),
+            ]
+        return rows + [(f"{name} (mean over batches)", f"{value:.1f}") for name, value in self.evaluation.told.items()]
+
     def record(self) -> dict:
         """The same as plain JSON; a position without a valid token has the loss null."""
         plain = [field.name for field in dataclasses.fields(self) if field.name not in ("evaluation", "windows")]
         fields = {name: getattr(self, name) for name in (*plain, "protocol", "word_perplexity")}
         result = self.evaluation
         scores = {name: getattr(result, name) for name in ("loss", "perplexity", "bits_per_byte", "tokens", "bytes")}
-        curve = [None if np.isnan(loss) else float(loss) for loss in result.position_loss_T]
-        return {**fields, **scores, "position_loss": curve, "position_tokens": result.position_tokens_T.tolist()}
+        return {
+            **fields,
+            **scores,
+            "position_loss": _curve(result),
+            "position_tokens": result.position_tokens_T.tolist(),
+            "modes": {
+                mode: {
+                    **{name: getattr(other, name) for name in ("loss", "perplexity", "bits_per_byte")},
+                    "position_loss": _curve(other),
+                }
+                for mode, other in result.others.items()
+            },
+            "told": dict(result.told),
+        }
 
-    def write(self, directory: pathlib.Path) -> pathlib.Path:
+    def write(self, directory: epath.Path) -> epath.Path:
         """Writes the .md, .json and .png; returns their common path without the ending."""
         stem = directory / file_name(self.split, self.step, self.windows)
         directory.mkdir(parents=True, exist_ok=True)
         stem.with_suffix(".md").write_text(self.markdown())
         stem.with_suffix(".json").write_text(json.dumps(self.record(), indent=1) + "\n")
         label = f"{self.name}, {self.split}, step {self.step}"
-        plot_positions({self.name: self.evaluation.position_loss_T}, stem.with_suffix(".png"), title=label)
+        modes = {self.name: self.evaluation} | {f"{self.name}, {m}": e for m, e in self.evaluation.others.items()}
+        curves = {mode: evaluation.position_loss_T for mode, evaluation in modes.items()}
+        plot_positions(curves, stem.with_suffix(".png"), title=label)
         observations.plot(self.observed, stem, title=label)
         return stem
+
+
+def _curve(evaluation: Evaluation) -> list[float | None]:
+    return [None if np.isnan(loss) else float(loss) for loss in evaluation.position_loss_T]
 
 
 def file_name(split: str, step: int, windows: Windows | None = None) -> str:
@@ -176,7 +207,7 @@ def markdown_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> 
 
 def evaluate(
     config,
-    directory: pathlib.Path,
+    directory: epath.Path,
     *,
     split: str,
     step: int | None,
@@ -189,25 +220,27 @@ def evaluate(
       UserError: no such checkpoint or split, or data that were prepared with another tokenizer.
     """
     rows = PackedRows(config.data.path, split)
-    mesh = mesh_lib.make_mesh((1, -1, 1))  # shards parameters and rows over all devices, whatever their number
+    seq_len = windows.context if windows else rows.seq_len
+    # Parameters and rows over all devices, whatever their number; time as in training, as far as it divides them.
+    mesh = mesh_lib.make_mesh((1, -1, 1, math.gcd(config.mesh.sequence, jax.device_count(), seq_len)))
     model = models.build(config.model)
     with jax.set_mesh(mesh), Watchdog(config.train.watchdog_minutes) as watchdog:
         params, step = checkpoint.restore_params(directory, model, mesh, step=step)
         check_tokenizer(rows, directory, step=step)
-        loss = step_lib.compile_call(model.loss, model, mesh)
-        size = batch_size(config, devices=mesh.size)
+        scores = step_lib.compile_call(model.scores, model, mesh)
+        size = batch_size(config, devices=mesh_lib.batch_shards(mesh))
         whole, make = inputs(rows, windows, size=size, positions=mesh_lib.local_rows(mesh, size))
         count = min(whole, batches or whole)
         some = itertools.islice(make(), count)
         began = time.monotonic()
         bar = tqdm(some, total=count, desc=split, unit="batch", disable=None if distributed.is_chief() else True)
         ahead = mesh_lib.placed(watchdog.watched(bar), mesh)
-        result = evaluate_rows(loss, params, ahead, rows.tokenizer.token_bytes())
+        result = evaluate_rows(scores, params, ahead, rows.tokenizer.token_bytes())
         first = mesh_lib.placed(itertools.islice(make(), 1), mesh)
         told = jax.device_get(step_lib.compile_call(model.observe, model, mesh)(params, next(first)))
     return Report(
         name=config.name, step=step, split=split, data=config.data.path, fingerprint=rows.fingerprint,
-        parameters=model.parameter_count(), seq_len=windows.context if windows else rows.seq_len,
+        parameters=model.parameter_count(), seq_len=seq_len,
         trained_seq_len=config.data.seq_len, windows=windows, words=rows.words if windows and count == whole else None,
         seconds=time.monotonic() - began, evaluation=result, observed=observations.scalars(told),
     )  # fmt: skip
@@ -222,7 +255,7 @@ def inputs(rows: PackedRows, windows: Windows | None, *, size: int, positions: S
     return -(-windows.count(len(tokens_N)) // size), make
 
 
-def check_tokenizer(rows: PackedRows, directory: pathlib.Path, *, step: int) -> None:
+def check_tokenizer(rows: PackedRows, directory: epath.Path, *, step: int) -> None:
     """Raises UserError where `rows` were made with another tokenizer than the checkpoint's training data."""
     saved = checkpoint.Checkpoints(directory)
     trained = saved.about(step)["tokenizer"]
@@ -235,7 +268,7 @@ def check_tokenizer(rows: PackedRows, directory: pathlib.Path, *, step: int) -> 
 
 
 def batch_size(config, *, devices: int) -> int:
-    """Rows of an evaluation batch: as in training, as many as fit at once, and a multiple of the devices."""
+    """Rows of an evaluation batch: as in training, as many as fit at once, and a multiple of the devices that share them."""
     wanted = min(config.data.batch_size, config.train.rows_per_device * devices)
     return -(-wanted // devices) * devices
 

@@ -36,6 +36,12 @@ def solves(forward: float) -> Flops:
     return Flops(forward, 2 * forward)
 
 
+def mean_context(seq_len: int, window: int | None) -> float:
+    """Tokens that a token of a row sees in causal attention, itself included, on average."""
+    span = min(window or seq_len, seq_len)
+    return span - span * (span - 1) / (2 * seq_len)
+
+
 # Dense bfloat16 TFLOP/s of one jax device, by the beginning of `device.device_kind`, the more specific one first.
 # TPU: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}; NVIDIA: the data sheets, whose larger figures assume sparsity.
 PEAK_TFLOPS = {

@@ -82,6 +82,13 @@ def _rms_norm(x, scale_D, eps):
     return (x32 * jax.lax.rsqrt(mean_square + eps) * scale_D).astype(x.dtype)
 
 
+@partial(_recomputed, static_argnums=1)
+def rms_normalize(x, eps: float):
+    """x / rms(x) over the last axis, in float32: RMSNorm without a gain."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
 @_recomputed
 def _silu_product(gate, up):
     return jax.nn.silu(gate) * up

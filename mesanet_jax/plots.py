@@ -1,10 +1,10 @@
 """The plots of a run, as PNG files: training curves and loss by position."""
 
 import itertools
-import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+from etils import epath
 
 from mesanet_jax.trackers import read_json_lines
 
@@ -37,14 +37,23 @@ def _pyplot():
     return plt
 
 
-def plot_training(metrics: pathlib.Path, png: pathlib.Path, *, title: str) -> None:
+def _save(figure, png: epath.Path) -> None:
+    """Writes a drawn figure, and forgets it; by a stream, since matplotlib knows no buckets."""
+    import matplotlib.pyplot as plt
+
+    with png.open("wb") as file:
+        figure.savefig(file, format="png")
+    plt.close(figure)
+
+
+def plot_training(metrics: epath.Path, png: epath.Path, *, title: str) -> None:
     """Training and validation loss, and the learning rate below, from a `metrics.jsonl`."""
     plt, records = _pyplot(), read_json_lines(metrics)
     with plt.rc_context(STYLE):
         figure, (top, bottom) = plt.subplots(
             2, 1, figsize=(7, 5), sharex=True, height_ratios=(4, 1), layout="constrained"
         )  # fmt: skip
-        steps, loss = series(records, "loss")
+        steps, loss = training_loss(records)
         top.plot(steps, loss, color=BLUE, linewidth=0.6, alpha=0.35)
         top.plot(steps, _smooth(loss), color=BLUE, linewidth=1.6, label="training")
         validation = series(records, "validation_loss")
@@ -55,11 +64,41 @@ def plot_training(metrics: pathlib.Path, png: pathlib.Path, *, title: str) -> No
         bottom.plot(*series(records, "learning_rate"), color=GREY)
         bottom.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
         bottom.ticklabel_format(axis="y", scilimits=(-2, 2))
-        figure.savefig(png)
-        plt.close(figure)
+        _save(figure, png)
 
 
-def plot_grid(grid_LH: np.ndarray, png: pathlib.Path, *, rows: Sequence[int], label: str, title: str) -> None:
+def plot_terms(metrics: epath.Path, png: epath.Path, *, title: str) -> None:
+    """The consistency term of the objective, and what another way to compute the loss gains over decoding.
+
+    Draws nothing where a run has neither.
+    """
+    plt, records = _pyplot(), read_json_lines(metrics)
+    panels = {
+        "consistency": "consistency of the two passes",
+        "validation_gap_lifted": "lifted less deployed (nats / token)",
+    }
+    curves = {label: curve for name, label in panels.items() if len((curve := series(records, name))[0])}
+    if not curves:
+        return
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            len(curves), 1, figsize=(7, 2.6 * len(curves)), sharex=True, squeeze=False, layout="constrained"
+        )  # fmt: skip
+        for axis, (label, (steps, values)) in zip(axes[:, 0], curves.items()):
+            axis.plot(steps, values, "o-", color=BLUE, markersize=3, linewidth=1)
+            axis.set(ylabel=label)
+        axes[0, 0].set(title=title)
+        axes[-1, 0].set(xlabel="step")
+        _save(figure, png)
+
+
+def training_loss(records: list[dict]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and nats a token: the cross-entropy where the objective has other terms, else the loss, which then is it."""
+    name = "cross_entropy" if any("cross_entropy" in record for record in records) else "loss"
+    return series(records, name)
+
+
+def plot_grid(grid_LH: np.ndarray, png: epath.Path, *, rows: Sequence[int], label: str, title: str) -> None:
     """A value of each layer and head as a coloured square with its number; `rows` are the layers' numbers."""
     plt = _pyplot()
     layers, heads = grid_LH.shape
@@ -75,22 +114,21 @@ def plot_grid(grid_LH: np.ndarray, png: pathlib.Path, *, rows: Sequence[int], la
         axes.set_yticks(range(layers), labels=map(str, rows))
         axes.grid(False)
         figure.colorbar(image, label=label)
-        figure.savefig(png)
-        plt.close(figure)
+        _save(figure, png)
 
 
-def plot_layers(curves: Mapping[str, Mapping[int, float]], png: pathlib.Path, *, ylabel: str, title: str) -> None:
+def plot_layers(curves: Mapping[str, Mapping[int, float]], png: epath.Path, *, ylabel: str, title: str) -> None:
     """A value of each layer by depth, one curve a label."""
     plt = _pyplot()
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
         for look, (label, by_layer) in zip(_looks(), curves.items()):
             axes.plot(*zip(*sorted(by_layer.items())), marker="o", markersize=4, linewidth=1.4, label=label, **look)
-        axes.set(title=title, xlabel="layer", ylabel=ylabel, ylim=(0, None))
+        highest = max(max(by_layer.values()) for by_layer in curves.values())
+        axes.set(title=title, xlabel="layer", ylabel=ylabel, ylim=(0, 1.08 * highest or None))
         axes.xaxis.get_major_locator().set_params(integer=True)
         _legend_beside(axes)
-        figure.savefig(png)
-        plt.close(figure)
+        _save(figure, png)
 
 
 def series(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -109,7 +147,7 @@ def _smooth(values: np.ndarray, *, share: int = 50) -> np.ndarray:
     return (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
 
 
-def plot_losses(runs: Mapping[str, tuple[np.ndarray, np.ndarray]], png: pathlib.Path, *, title: str) -> None:
+def plot_losses(runs: Mapping[str, tuple[np.ndarray, np.ndarray]], png: epath.Path, *, title: str) -> None:
     """Smoothed training losses of several runs; `runs` maps a label to steps and nats a token.
 
     The first fifth of the curves may leave the top: it would press the rest into a line.
@@ -126,8 +164,7 @@ def plot_losses(runs: Mapping[str, tuple[np.ndarray, np.ndarray]], png: pathlib.
         if tops:
             axes.set_ylim(top=max(tops))
         _legend_beside(axes)
-        figure.savefig(png)
-        plt.close(figure)
+        _save(figure, png)
 
 
 def _looks() -> Iterator[dict]:
@@ -145,7 +182,7 @@ def _legend_beside(axes) -> None:
 
 
 def plot_positions(
-    results: Mapping[str, np.ndarray], png: pathlib.Path, *, title: str, ylabel: str = "loss (nats / token)"
+    results: Mapping[str, np.ndarray], png: epath.Path, *, title: str, ylabel: str = "loss (nats / token)"
 ) -> None:
     """Loss by token position, one curve a label; `results` maps a label to mean nats [T], NaN where unknown."""
     plt = _pyplot()
@@ -157,8 +194,7 @@ def plot_positions(
         axes.xaxis.set_major_formatter(lambda position, _: f"{position:g}")
         axes.set(title=title, xlabel="token position in the row", ylabel=ylabel)
         _legend_beside(axes)
-        figure.savefig(png)
-        plt.close(figure)
+        _save(figure, png)
 
 
 def _bin_by_log(loss_T: np.ndarray, per_octave: int = 4) -> tuple[np.ndarray, np.ndarray]:

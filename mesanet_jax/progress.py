@@ -11,10 +11,13 @@ from tqdm import tqdm
 # What the console shows, in this order (a narrow terminal cuts the end); the trackers get everything.
 FORMATS = {
     "loss": lambda value: f"loss {value:.4f}",
+    "consistency": lambda value: f"consistency {value:.3f}",  # of models of two passes
     "tokens_per_second": lambda value: f"{short_number(value)} tokens/s",
     "mfu": lambda value: f"MFU {100 * value:.1f} %",
     "validation_loss": lambda value: f"val loss {value:.4f}",
     "validation_bits_per_byte": lambda value: f"{value:.4f} bits/byte",
+    "validation_loss_lifted": lambda value: f"lifted {value:.4f}",  # of models with a memory
+    "validation_sweeps": lambda value: f"{value:.1f} sweeps",
 }
 
 

@@ -13,6 +13,7 @@ import optax
 
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax import optimizer as optimizer_lib
+from mesanet_jax import schedule
 from mesanet_jax.errors import UserError
 from mesanet_jax.models import Model
 
@@ -28,8 +29,8 @@ COMPILER_OPTIONS = {"tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_0
 class Program:
     """The run's compiled functions, with the shapes and shardings of what they take.
 
-    `init(key)` -> state, `train(state, batch)` -> (state, metrics), `loss(params, batch)` -> weighted nats [B,T],
-    `observe(params, batch)` -> what the layers tell about their work (`Model.observe`).
+    `init(key)` -> state, `train(state, batch)` -> (state, metrics), `scores(params, batch)` -> weighted nats [B,T] in
+    every mode (`Model.scores`), `observe(params, batch)` -> what the layers tell about their work (`Model.observe`).
     The state is {"step", "params", "opt_state", "skipped"}; `train` consumes (donates) the one that it is given.
     """
 
@@ -39,7 +40,7 @@ class Program:
     accumulation: int
     init: Any
     train: Any
-    loss: Any
+    scores: Any
     observe: Any
 
 
@@ -58,7 +59,7 @@ def accumulation(config, mesh: jax.sharding.Mesh) -> int:
 
 def compile_program(config, model: Model, mesh: jax.sharding.Mesh) -> Program:
     """Builds the jitted functions; XLA compiles each at its first call (or by `.lower(...).compile()`)."""
-    transformation = optimizer_lib.make(config)
+    transformation = optimizer_lib.make(config, model)
     parts = accumulation(config, mesh)
 
     def init(key):
@@ -69,7 +70,7 @@ def compile_program(config, model: Model, mesh: jax.sharding.Mesh) -> Program:
     def train(state, batch):
         return _train_step(state, batch, config=config, model=model, transformation=transformation, parts=parts)
 
-    state = _with_shardings(jax.eval_shape(init, jax.random.key(0)), model, transformation, mesh)
+    state = _with_shardings(jax.eval_shape(init, jax.random.key(0)), model, mesh)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     rows = mesh_lib.batch_sharding(mesh)
     shape = (config.data.batch_size, config.data.seq_len)
@@ -86,7 +87,7 @@ def compile_program(config, model: Model, mesh: jax.sharding.Mesh) -> Program:
             donate_argnums=0,
             compiler_options=_compiler_options(mesh),
         ),
-        loss=compile_call(model.loss, model, mesh),
+        scores=compile_call(model.scores, model, mesh),
         observe=compile_call(model.observe, model, mesh),
     )
 
@@ -106,29 +107,26 @@ def _compiler_options(mesh: jax.sharding.Mesh) -> dict | None:
     return COMPILER_OPTIONS.get(mesh.devices.flat[0].platform)
 
 
-def _with_shardings(state, model: Model, transformation, mesh: jax.sharding.Mesh):
-    """The abstract state with its shardings: moments are sharded as the parameters that they belong to."""
-    params = mesh_lib.shardings(model.axes, model.shapes, mesh)
-    replicated = mesh_lib.replicated(mesh)
-    moments = optax.tree.map_params(
-        transformation,
-        lambda _, sharding: sharding,
-        state["opt_state"],
-        params,
-        transform_non_params=lambda _: replicated,
-    )
-    shardings = {"step": replicated, "params": params, "opt_state": moments, "skipped": replicated}
-    return mesh_lib.with_shardings(state, shardings)
+def _with_shardings(state, model: Model, mesh: jax.sharding.Mesh):
+    """The abstract state with its shardings: what the optimizer keeps of a parameter is split as the parameter is."""
+    axes = dict(jax.tree_util.tree_leaves_with_path(model.axes, is_leaf=lambda axes: isinstance(axes, tuple)))
+
+    def sharding(path, leaf):
+        """By the end of the leaf's path, which is the path of its parameter; a mean over an axis keeps it, with size 1."""
+        ends = (path[first:] for first in range(len(path)))
+        names = next((axes[end] for end in ends if end in axes), ())
+        return jax.sharding.NamedSharding(mesh, mesh_lib.partition_spec(names, leaf.shape, mesh))
+
+    return mesh_lib.with_shardings(state, jax.tree_util.tree_map_with_path(sharding, state))
 
 
 def _train_step(state, batch, *, config, model: Model, transformation, parts: int):
     params = state["params"]
     count = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-    loss, grads = _accumulate(params, batch, count, model=model, parts=parts)
+    (loss, terms), grads = _accumulate(params, batch, count, model=model, parts=parts)
     grad_norm = optax.tree.norm(grads)
-    rate = optimizer_lib.learning_rate(config)(state["step"])
-    directions, opt_state = transformation.update(grads, state["opt_state"], params)
-    updated = jax.tree.map(lambda param, direction: param - rate * direction, params, directions)
+    updates, opt_state = transformation.update(grads, state["opt_state"], params, step=state["step"])
+    updated = optax.apply_updates(params, updates)
     # A step that is not finite changes nothing, so there is never a poisoned state to save: a finite gradient may
     # still overflow the parameters, which the loss would show one step too late.
     good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(updated))
@@ -141,9 +139,10 @@ def _train_step(state, batch, *, config, model: Model, transformation, parts: in
     }
     metrics = {
         "loss": loss,
+        **terms,
         "grad_norm": grad_norm,
         "param_norm": optax.tree.norm(after["params"]),
-        "learning_rate": rate,
+        "learning_rate": schedule.learning_rate(config)(state["step"]),
         "valid_tokens": count,
         "skipped": after["skipped"],
     }
@@ -151,24 +150,27 @@ def _train_step(state, batch, *, config, model: Model, transformation, parts: in
 
 
 def _accumulate(params, batch, count, *, model: Model, parts: int):
-    """Loss and gradient of sum(nats) / count, with the rows taken in `parts` turns.
+    """((Loss, its terms by name), gradient) of sum(objective) / count, with the rows taken in `parts` turns.
 
     Dividing by the count of the whole batch makes the result independent of `parts`, of the mesh and of how ragged
     the valid tokens are; a mean of means would not be.
     """
 
     def loss(params, batch):
-        return jnp.sum(model.loss(params, batch)) / count
+        total_BT, terms = model.objective(params, batch, share)
+        return jnp.sum(total_BT) / count, {name: jnp.sum(term_BT) / count for name, term_BT in terms.items()}
 
+    share = count / batch["weights"].size
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
     if parts == 1:
-        return jax.value_and_grad(loss)(params, batch)
+        return value_and_grad(params, batch)
 
     # Row r goes to turn r % parts: every device then keeps its own rows, and nothing moves between devices.
     split_ABT = {name: x.reshape(-1, parts, x.shape[-1]).swapaxes(0, 1) for name, x in batch.items()}
 
     def turn(total, batch):
-        part = jax.value_and_grad(loss)(params, batch)
-        return jax.tree.map(jnp.add, total, part), None
+        return jax.tree.map(jnp.add, total, value_and_grad(params, batch)), None
 
-    zero = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, params))
+    first = {name: x[0] for name, x in split_ABT.items()}
+    zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(value_and_grad, params, first))
     return jax.lax.scan(turn, zero, split_ABT)[0]

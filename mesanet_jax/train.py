@@ -10,8 +10,10 @@ import contextlib
 import dataclasses
 import itertools
 import pathlib
+import sys
 
 import jax
+from etils import epath
 
 from mesanet_jax import checkpoint as checkpoint_lib
 from mesanet_jax import cli, distributed, models, observations, schema
@@ -24,10 +26,11 @@ from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals.perplexity import evaluate_rows
 from mesanet_jax.goodput import Goodput
-from mesanet_jax.plots import plot_training
+from mesanet_jax.plots import plot_terms, plot_training
 from mesanet_jax.pods import executable
 from mesanet_jax.preemption import Preemption
 from mesanet_jax.progress import Progress
+from mesanet_jax.spool import Spool
 from mesanet_jax.throughput import Throughput
 from mesanet_jax.trackers import make_trackers, read_json_lines
 from mesanet_jax.watchdog import Watchdog
@@ -49,7 +52,7 @@ def parse(argv: list[str]) -> tuple:
     """(flags, checked config) of the command; launchers use it too, before they rent anything."""
     flags = cli.parser(__doc__)
     flags.add_argument("--config", required=True, help="config file and size, as in configs/mesanet.py:140m")
-    flags.add_argument("--workdir", type=pathlib.Path, help="where the run lives; made if missing")
+    flags.add_argument("--workdir", type=workdir_lib.path, help="where the run lives, also gs://; made if missing")
     flags.add_argument("--help-config", action="store_true", help="list the fields of the config and exit")
     distributed.add_flags(flags)
     args, overrides = cli.parse(flags, argv)
@@ -61,7 +64,7 @@ def parse(argv: list[str]) -> tuple:
 
 def train(
     config,
-    workdir: pathlib.Path,
+    workdir: epath.Path,
     rows: PackedRows,
     validation: PackedRows,
     *,
@@ -101,16 +104,18 @@ def train(
         state, start = initial_state(config, program, model, saved, about)
         if chief:
             workdir_lib.save(workdir, config)
-            goodput.resume(workdir, start)
+        spool = stack.enter_context(Spool(workdir))
+        if chief:
+            goodput.resume(spool.local, start)
         progress = Progress(config.steps, start=start, enabled=chief, live=config.log.progress)
         stack.enter_context(progress)
         if start:
             progress.message(f"resuming after step {start}")
-        trackers = make_trackers(config, workdir, from_step=start)
+        trackers = make_trackers(config, spool.local, from_step=start)
         stack.callback(trackers.close)
         tokens = config.data.batch_size * config.data.seq_len
         throughput = Throughput(tokens, flops_per_token=flops_per_token, devices=mesh.devices.flat)
-        profiler = stack.enter_context(Profiler(config, workdir))
+        profiler = stack.enter_context(Profiler(config, spool.local))
         mine = mesh_lib.local_rows(mesh, config.data.batch_size)
         batches = Batches(rows, config.data.batch_size, seed=config.data.seed, steps=config.steps, positions=mine)
         token_bytes = validation.tokenizer.token_bytes()
@@ -128,7 +133,7 @@ def train(
         def validate(step):
             with contextlib.suppress(Interrupted), goodput.spending("evaluation"):
                 ahead = mesh_lib.placed(validation_batches(), mesh)
-                scalars = evaluate_rows(program.loss, state["params"], ahead, token_bytes).scalars()
+                scalars = evaluate_rows(program.scores, state["params"], ahead, token_bytes).scalars()
                 if observed:
                     some = mesh_lib.placed(itertools.islice(validation_batches(), 1), mesh)
                     told = jax.device_get(program.observe(state["params"], next(some)))
@@ -162,8 +167,9 @@ def train(
                 with goodput.spending("checkpoint"):
                     saved.save(step, state, about)
                 goodput.saved(step)
+                spool.flush()
             if chief and (due_save or step % config.train.log_every == 0):
-                goodput.write(workdir)
+                goodput.write(spool.local)
             if stop:
                 break
             if due_eval:
@@ -171,19 +177,20 @@ def train(
         with goodput.spending("checkpoint"):
             saved.wait()
         if chief:
-            goodput.write(workdir)
+            goodput.write(spool.local)
         progress.message(goodput.summary())
         if preemption.interrupted():
             progress.message(f"stopped by a signal, step {step} is saved; run the same command to resume")
             return preemption.exit_status
 
         # ---- the end
-        if start == config.steps and not evaluated(workdir, start):  # stopped between its last save and evaluation
+        if start == config.steps and not evaluated(spool.local, start):  # stopped between its last save and evaluation
             validate(start)
         trackers.close()
         if chief:
-            plot_training(workdir / "metrics.jsonl", workdir / "loss.png", title=config.name)
-            observations.plot(observations.newest(workdir / "metrics.jsonl"), workdir / "last", title=config.name)
+            plot_training(spool.local / "metrics.jsonl", workdir / "loss.png", title=config.name)
+            plot_terms(spool.local / "metrics.jsonl", workdir / "terms.png", title=config.name)
+            observations.plot(observations.newest(spool.local / "metrics.jsonl"), workdir / "last", title=config.name)
         progress.message(f"finished: {workdir} holds all {config.steps} steps; curves in {workdir / 'loss.png'}")
     return 0
 
@@ -205,20 +212,33 @@ def open_data(config) -> tuple[PackedRows, PackedRows]:
 
 
 def initial_state(config, program, model, saved: checkpoint_lib.Checkpoints, about: dict) -> tuple:
-    """The state to continue from and its step: the newest checkpoint, else `init_from`'s weights, else fresh."""
+    """The state to continue from and its step: the newest checkpoint that can be read, else `init_from`'s weights, else fresh."""
     steps = saved.steps()
-    if steps:
-        before = saved.about(steps[-1])["data"]
-        if before != about["data"]:
-            raise UserError(
-                f"the data differ from those this run began with: fingerprint {before} in the checkpoint, {about['data']} in {config.data.path}"
-            )
-        return saved.restore(steps[-1], program.state), steps[-1]
+    while steps:
+        try:
+            return resumed(config, program, saved, about, step=steps[-1]), steps[-1]
+        except checkpoint_lib.Damaged as error:
+            if len(steps) == 1:
+                raise UserError(f"{error}; there is no other: remove it to begin anew") from error
+            text = f"{error}; it is moved to {saved.set_aside(steps.pop())}, the one before is of step {steps[-1]}"
+            if jax.process_count() > 1:  # the others may have read theirs: the launcher starts all again
+                distributed.end(distributed.LOST, f"error: {text}; start again")
+            print(f"warning: {text}", file=sys.stderr, flush=True)
     state = program.init(jax.random.key(config.seed))
     if config.checkpoint.init_from is not None:
-        weights, _ = checkpoint_lib.restore_params(pathlib.Path(config.checkpoint.init_from), model, program.mesh)
+        weights, _ = checkpoint_lib.restore_params(workdir_lib.path(config.checkpoint.init_from), model, program.mesh)
         state = {**state, "params": weights}
     return state, 0
+
+
+def resumed(config, program, saved: checkpoint_lib.Checkpoints, about: dict, *, step: int):
+    """The state of a checkpoint, whose data are those of now."""
+    before = saved.about(step)["data"]
+    if before != about["data"]:
+        raise UserError(
+            f"the data differ from those this run began with: fingerprint {before} in the checkpoint, {about['data']} in {config.data.path}"
+        )
+    return saved.restore(step, program.state)
 
 
 def evaluated(workdir: pathlib.Path, step: int) -> bool:

@@ -39,9 +39,11 @@ def main(argv: list[str]) -> None:
     flags.add_argument("--out", required=True, type=pathlib.Path, help="where the measurements are kept")
     flags.add_argument("--lengths", default="2048,4096,8192,16384", help="tokens of a text")
     flags.add_argument("--tokens", type=int, default=32_768, help="tokens of a training step")
+    flags.add_argument("--kinds", default="training,inference", help="what is measured (default: both)")
     flags.add_argument("--measure", help="(of a child process) what it measures, as training:2048")
     args, overrides = cli.parse(flags, argv)
-    specs, lengths = args.configs.split(","), [int(length) for length in args.lengths.split(",")]
+    specs, kinds = args.configs.split(","), args.kinds.split(",")
+    lengths = [int(length) for length in args.lengths.split(",")]
     if args.measure:
         kind, length = args.measure.split(":")
         print(json.dumps(MEASURES[kind](config_lib.load(specs[0], overrides), int(length), args.tokens)))
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     records = args.out / "efficiency.jsonl"
     values = [f"--config.{path}={value}" for path, value in overrides.items()]
-    for spec, length, kind in itertools.product(specs, lengths, MEASURES):
+    for spec, length, kind in itertools.product(specs, lengths, kinds):
         key = {"config": spec, "length": length, "kind": kind, "tokens": args.tokens, "overrides": overrides}
         if not any(key.items() <= record.items() for record in read(records)):
             child = ["--configs", spec, "--out", args.out, "--measure", f"{kind}:{length}", "--tokens", args.tokens]
@@ -61,7 +63,7 @@ def main(argv: list[str]) -> None:
             with records.open("a") as file:
                 file.write(json.dumps(key | result) + "\n")
             print(spec, kind, length, result, flush=True)
-    report(args.out, specs, lengths)
+    report(args.out, specs, lengths, kinds)
 
 
 def train(config, length: int, tokens: int) -> dict:
@@ -121,17 +123,18 @@ def read(path: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def report(out: pathlib.Path, specs: list[str], lengths: list[int]) -> None:
+def report(out: pathlib.Path, specs: list[str], lengths: list[int], kinds: list[str]) -> None:
     """efficiency.md and efficiency.png of the newest measurements."""
     found = {(record["config"], record["length"], record["kind"]): record for record in read(out / "efficiency.jsonl")}
     rows = []
-    for kind, length, spec in itertools.product(MEASURES, lengths, specs):
+    for kind, length, spec in itertools.product(kinds, lengths, specs):
         one, base = found[spec, length, kind], found[specs[-1], length, kind]
         cells = [cell(one, base, name, form) for name, form in COLUMNS.items()]
         rows.append((kind, f"{length}", spec.rpartition("/")[2].replace(".py", ""), *cells))
     header = ("what", "length", "config", "tokens read / s", "peak memory (GB)", "tokens written / s", "state (MB)")
     (out / "efficiency.md").write_text(markdown_table(header, rows) + "\n")
-    draw(out / "efficiency.png", {panel: curves(found, panel, specs, lengths) for panel in PANELS}, lengths)
+    panels = [panel for panel in PANELS if panel[0] in kinds]
+    draw(out / "efficiency.png", {panel: curves(found, panel, specs, lengths) for panel in panels}, lengths)
     print((out / "efficiency.md").read_text())
 
 
@@ -165,11 +168,13 @@ def draw(png: pathlib.Path, panels: dict, lengths: list[int]) -> None:
     import matplotlib.pyplot as plt
 
     with plt.rc_context(plots.STYLE):
-        figure, axes = plt.subplots(2, 2, figsize=(9, 6), layout="constrained", sharex=True)
+        shape = (len(panels) // 2, 2)
+        figure, axes = plt.subplots(*shape, figsize=(9, 3 * shape[0]), layout="constrained", sharex=True, squeeze=False)
         for axis, ((*_, label), by_config) in zip(axes.flat, panels.items(), strict=True):
             for (spec, values), colour in zip(by_config.items(), plots.COLOURS):
                 axis.plot(lengths, values, "o-", color=colour, label=spec.rpartition("/")[2].replace(".py", ""))
             axis.set_xscale("log", base=2)
+            axis.margins(y=0.08)
             axis.set(title=label, ylim=(0, None), xticks=lengths, xticklabels=lengths)
         axes[0, 0].legend()
         figure.supxlabel("tokens of a text")

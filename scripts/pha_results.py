@@ -13,17 +13,18 @@ prints the commands alone. `--config.FIELD=VALUE` holds for every run.
 
 import itertools
 import json
-import os
 import pathlib
 import statistics
-import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 from mesanet_jax import cli
 from mesanet_jax.evals.stream import Windows
 from mesanet_jax.evaluate import file_name, markdown_table
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # for `scripts`
+
+from scripts.chains import module, run, run_together  # noqa: E402
 
 VARIANTS = (
     "", "-attention_only", "-sequential", "-no_gss", "-no_attention", "-no_auxiliary", "-uniform", "-no_branch_norm", "-alpha1"
@@ -57,8 +58,7 @@ def main(argv: list[str]) -> int:
             print(f"$ {' '.join(command)}")
         return 0
     good = [run([efficiency], args.out / "efficiency.log")]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        good += pool.map(lambda name: run(chains[name], args.out / f"{name}.log", share=0.9 / args.jobs), chains)
+    good.append(run_together(chains, args.out, jobs=args.jobs))
     good.append(run(reports, args.out / "reports.log"))
     (args.out / "seeds.md").write_text(table(args) + "\n")
     print((args.out / "seeds.md").read_text())
@@ -67,7 +67,6 @@ def main(argv: list[str]) -> int:
 
 def commands(args, overrides: dict[str, str]) -> tuple[list[str], dict[str, list[list[str]]], list[list[str]]]:
     """The efficiency figure; for each run what trains and scores it, in order; and what then reports on runs together."""
-    module = lambda name: [sys.executable, "-m", f"mesanet_jax.{name}"]
 
     def compare(name: str, variants: tuple[str, ...], seed: str, **more: str) -> list[str]:
         values = overrides | {"data.path": args.data, "seed": seed, "data.seed": seed} | more
@@ -104,21 +103,6 @@ def commands(args, overrides: dict[str, str]) -> tuple[list[str], dict[str, list
 def stream_json(args, seed: str, variant: str) -> pathlib.Path:
     name = file_name(args.split, args.steps, WINDOWS)
     return args.out / f"seed{seed}" / f"pha-{args.size}{variant}" / "evaluation" / f"{name}.json"
-
-
-def run(commands: list[list[str]], log: pathlib.Path, *, share: float = 0.9) -> bool:
-    """Whether all commands ended well, one after another in a `share` of the GPU's memory; what they print goes to `log`."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.3f}"} | os.environ
-    with log.open("a") as out:
-        for command in commands:
-            began = time.monotonic()
-            status = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment).returncode
-            seconds = time.monotonic() - began
-            print(f"$ {' '.join(command)}\n  exit status {status} after {seconds:.0f} s, see {log}", flush=True)
-            if status:
-                return False
-    return True
 
 
 def table(args) -> str:

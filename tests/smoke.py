@@ -39,10 +39,10 @@ def ragged_batch(config, *, seed: int = 0) -> dict:
 
 
 def relative_distances(one, other) -> dict[str, float]:
-    """{path: |one - other| / |other|} of the leaves of two trees, L2 norms."""
+    """{path: |one - other| / |other|} of the leaves of two trees, L2 norms; |one| where the other is zero."""
     leaves = zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True)
     return {
-        jax.tree_util.keystr(path): float(np.linalg.norm(leaf - wanted) / np.linalg.norm(wanted))
+        jax.tree_util.keystr(path): float(np.linalg.norm(leaf - wanted) / (np.linalg.norm(wanted) or 1))
         for (path, leaf), wanted in leaves
     }
 

@@ -174,7 +174,7 @@ def result(name: str, loss: float, **changes) -> comparison.Result:
     made = comparison.Result(
         name=name, pattern=(name,), learning_rate=1e-3, parameters=2_000_000, training_flops=1e7,
         tokens_per_second=1234.0, memory_gb=None, steps=10, batch=(4, 4), seed=0, order_seed=0, data="abc",
-        evaluated_data="abc", settings={"name": name, "model.kind": "language_model", "model.pattern": (name,)}, losses=(np.arange(10), np.linspace(3, loss, 10)),
+        evaluated_data="abc", settings={"name": name, "model.kind": "language_model", "model.pattern": (name,)}, modes={}, losses=(np.arange(10), np.linspace(3, loss, 10)),
         evaluation=Evaluation(
             loss=loss, bits_per_byte=None, tokens=4, bytes=0, position_loss_T=np.array([np.nan, loss, loss, loss]),
             position_tokens_T=np.array([0, 1, 1, 2]),
@@ -194,6 +194,23 @@ def test_without_a_transformer_the_positions_are_left_out(tmp_path):
     report = comparison.Comparison([result("gla", 2.0), result("mesa", 1.75)], failed={})
     report.write(tmp_path)
     assert "Left out" in report.markdown() and not (tmp_path / "comparison-position.png").exists()
+
+
+def test_other_modes_stand_beside_the_loss_of_decoding():
+    scores = {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": 0.5, "position_loss": []}
+    report = comparison.Comparison(
+        [result("attention", 2.0), result("maglev", 1.75, modes={"lifted": scores})], failed={}
+    )
+    table = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in report.markdown().splitlines()
+        if line.startswith("|")
+    ]
+    assert ["maglev", "lifted", "1.5000", "-0.2500", "0.5000"] in table
+    assert [run["modes"] for run in report.record()["runs"]] == [
+        {"lifted": {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": 0.5}},
+        {},
+    ]
 
 
 def test_says_what_differs():

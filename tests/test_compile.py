@@ -129,7 +129,7 @@ def test_command_prints_saves_and_suggests(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "facts.json").read_text())
-    assert facts["mesh"] == {"data": 4, "fsdp": 1, "tensor": 1} and facts["fits"]
+    assert facts["mesh"]["data"] == facts["chips"] == 4 and facts["fits"]
     assert facts["collectives"]["all-reduce"]["bytes"] > 0 and facts["estimate"] is None
     assert facts["suggestion"]["best"]["rows"] == 1 and facts["suggestion"]["best"]["remat"] == "none"
     assert (tmp_path / "step").stat().st_size > 10_000

@@ -259,6 +259,19 @@ def test_differences_of_a_resumed_run():
     assert "config.model.pattern: ('mesa',) in the workdir, ('attention',) now" in refused
 
 
+def test_a_run_that_began_before_a_field_was_declared():
+    """Has its default: it is loaded, and goes on."""
+    saved = schema.flatten(smoke_config("mesanet"))
+    older = {path: value for path, value in saved.items() if not path.startswith(("optimizer.muon.", "mesh."))}
+    assert len(older) < len(saved)
+    config = config_lib.from_saved(older | {"optimizer.muon.dtype": "float32"}, {}, origin="config.json")
+    assert schema.flatten(config) == saved
+    older["optimizer.muon.dtype"] = "float32"
+    assert config_lib.differences(older, config) == ([], [])
+    refused, _ = config_lib.differences(older, smoke_config("mesanet", {"optimizer.muon.sweeps": 6}))
+    assert refused == ["config.optimizer.muon.sweeps: 5 in the workdir, 6 now"]
+
+
 SOURCES = [path for folder in ("mesanet_jax", "configs") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

@@ -24,8 +24,8 @@ def batch(targets, weights):
 
 
 def constant_loss(nats):
-    """A loss function whose nats are given, times the weights."""
-    return lambda params, batch: np.array(nats, np.float32) * batch["weights"]
+    """A scoring function whose nats are given, times the weights."""
+    return lambda params, batch: (np.array(nats, np.float32) * batch["weights"], {}, {})
 
 
 def test_bits_per_byte_by_hand():
@@ -43,9 +43,26 @@ def test_bits_per_byte_by_hand():
 def test_ragged_batches_weigh_by_tokens():
     """One token of 1 nat and three of 2 nats: 7/4, where a mean of means would say 1.5."""
     nats = iter(([[1.0, 9.0, 9.0]], [[2.0, 2.0, 2.0]]))
-    loss_fn = lambda params, batch: np.array(next(nats), np.float32) * batch["weights"]
+    scores_fn = lambda params, batch: (np.array(next(nats), np.float32) * batch["weights"], {}, {})
     batches = [batch([[1, 1, 1]], [[1, 0, 0]]), batch([[1, 1, 1]], [[1, 1, 1]])]
-    assert evaluate_rows(loss_fn, None, batches, TOKEN_BYTES).loss == 7 / 4
+    assert evaluate_rows(scores_fn, None, batches, TOKEN_BYTES).loss == 7 / 4
+
+
+def test_other_modes_are_scored_on_the_same_tokens():
+    """Two ways to compute the loss, and a count of the computation: weighted alike, with the gap between them."""
+    counts = iter((4, 7))
+    one, other = np.array([[1.0, 4.0]]), np.array([[0.5, 3.0]])
+    scores_fn = lambda params, batch: (
+        one * batch["weights"],
+        {"lifted": other * batch["weights"]},
+        {"sweeps": next(counts)},
+    )
+    rows = [batch([[2, 3]], [[1, 1]]), batch([[2, 0]], [[1, 1]])]
+    result = evaluate_rows(scores_fn, None, rows, TOKEN_BYTES)
+    assert (result.loss, result.others["lifted"].loss) == (2.5, 1.75)
+    scalars = result.scalars()
+    assert scalars["validation_gap_lifted"] == -0.75 and scalars["validation_sweeps"] == 5.5
+    assert scalars["validation_bits_per_byte_lifted"] == pytest.approx(4.0 / (math.log(2) * 7), rel=1e-12)
 
 
 def test_no_bytes_and_no_tokens():

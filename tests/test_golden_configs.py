@@ -16,8 +16,11 @@ from configs import (
     gss,
     hawk,
     hawk_mesa,
+    lrt,
+    maglev,
     mamba2,
     mesanet,
+    nanochat,
     pha,
     prepare,
     sliding_window,
@@ -43,6 +46,13 @@ CONFIGS = {
         ("sliding_window", sliding_window, sliding_window.SIZES),
         ("xlstm", xlstm, backbone.SIZES + backbone.PUBLISHED_SIZES),
         ("pha", pha, (*pha.SIZES, *(f"125m-{variant}" for variant in pha.VARIANTS))),
+        ("nanochat", nanochat, nanochat.SIZES),
+        (
+            "maglev",
+            maglev,
+            (*maglev.SIZES, *(f"{size}-{v}" for size in ("d20", "demo") for v in maglev.VARIANTS if v)),
+        ),
+        ("lrt", lrt, (*lrt.SIZES, *(f"{size}-{v}" for size in ("d20", "demo") for v in lrt.VARIANTS if v))),
         ("prepare", prepare, prepare.PRESETS),
     )
     for variant in variants

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from mesanet_jax import mesh as mesh_lib
-from mesanet_jax import models, optimizer
+from mesanet_jax import models, schedule
 from mesanet_jax import step as step_lib
 from mesanet_jax.errors import UserError
 from tests.smoke import FAMILIES, assert_bitwise, ragged_batch, relative_distances, smoke_config
@@ -259,7 +259,7 @@ def test_weight_decay_alone(family):
 def test_learning_rate():
     config = step_config("mesanet")
     config.steps, config.optimizer.warmup_steps, config.optimizer.learning_rate = 100, 20, 3e-3
-    rates = np.array([optimizer.learning_rate(config)(step) for step in range(101)])
+    rates = np.array([schedule.learning_rate(config)(step) for step in range(101)])
     np.testing.assert_allclose(rates[[0, 10, 20, 60, 100]], [1e-6, 1.5005e-3, 3e-3, 0.55 * 3e-3, 3e-4], rtol=1e-5)
     assert (np.diff(rates[:21]) > 0).all() and (np.diff(rates[20:]) < 0).all()
 
@@ -267,7 +267,7 @@ def test_learning_rate():
 def test_learning_rate_without_warmup_starts_at_the_peak():
     config = step_config("mesanet")
     config.optimizer.warmup_steps = 0
-    assert optimizer.learning_rate(config)(0) == pytest.approx(config.optimizer.learning_rate)
+    assert schedule.learning_rate(config)(0) == pytest.approx(config.optimizer.learning_rate)
 
 
 if __name__ == "__main__":

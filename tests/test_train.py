@@ -32,7 +32,7 @@ STEPS = 60
 class Runs:
     """Starts `mesanet_jax.train` on the tiny data, with one cache of compiled programs for all."""
 
-    def __init__(self, root, data: str):
+    def __init__(self, root, data: str, *, cache=None):
         self.root, self.data = root, data
         self._defaults = {
             "data.path": data,
@@ -42,7 +42,7 @@ class Runs:
             "checkpoint.keep_last": 2,
             "train.eval_batches": 2,
             "log.tensorboard": False,
-            "compile_cache": root / "cache",
+            "compile_cache": cache or root / "cache",
         }
 
     def argv(self, name: str, overrides: dict) -> list[str]:

@@ -90,8 +90,8 @@ def to_batch(rows_R: np.ndarray) -> Batch:
     """Model inputs of packed rows [b].
 
     targets are the inputs shifted by one. weights are 1 where the target is a valid token of its input's own document:
-    0 where a document starts (no loss on BOS, as in the MesaNet paper) and in padding. segment_ids
-    count the document starts within the row, from 0; padding stays in the last segment.
+    0 where a document starts (no loss on BOS, as in the MesaNet paper), in padding, and where rows of a task have no
+    answer. segment_ids count the document starts within the row, from 0; padding stays in the last segment.
     """
     tokens_BL = rows_R["tokens"].astype(np.int32)
     starts_BL = packing.starts(rows_R)
@@ -101,5 +101,5 @@ def to_batch(rows_R: np.ndarray) -> Batch:
         "inputs": tokens_BL[:, :-1],
         "targets": tokens_BL[:, 1:],
         "segment_ids": segments_BL[:, :-1],
-        "weights": (valid_BL & ~starts_BL)[:, 1:].astype(np.float32),
+        "weights": (valid_BL & ~starts_BL & packing.counted(rows_R))[:, 1:].astype(np.float32),
     }

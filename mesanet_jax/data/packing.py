@@ -3,17 +3,20 @@
 L: tokens in a row, seq_len + 1 (inputs and targets overlap in all but one)   N: tokens   R: rows
 
 A document longer than a row goes on in the next one, so no token is lost, and only the last row of a stream is padded.
-A stored row is self-contained: its tokens, one bit a token saying "a document starts here", and how many are valid.
+A stored row is self-contained: its tokens, one bit a token saying "a document starts here", and how many are valid. Rows of
+a task (`mesanet_jax.data.recall`) have a second bit, "this token is an answer", and as targets only answers count.
 """
 
 import numpy as np
 
 
-def row_dtype(*, seq_len: int, vocab_size: int) -> np.dtype:
-    """The stored form of one row of seq_len + 1 tokens."""
+def row_dtype(*, seq_len: int, vocab_size: int, answers: bool = False) -> np.dtype:
+    """The stored form of one row of seq_len + 1 tokens; `answers`: with the bits that mark them."""
     length = seq_len + 1
     token = "<u2" if vocab_size <= 1 << 16 else "<u4"
-    return np.dtype([("tokens", token, (length,)), ("starts", "u1", (-(-length // 8),)), ("length", "<u4")])
+    bits = ("u1", (-(-length // 8),))
+    fields = [("tokens", token, (length,)), ("starts", *bits), ("length", "<u4")]
+    return np.dtype(fields + [("answers", *bits)] * answers)
 
 
 class Packer:
@@ -53,7 +56,7 @@ class Packer:
         starts_N[[position for position in self._starts if position < size]] = True
         rows = np.zeros(count, self._dtype)
         rows["tokens"] = padded_N.reshape(count, self._row_length)
-        rows["starts"] = np.packbits(starts_N.reshape(count, self._row_length), axis=1, bitorder="little")
+        rows["starts"] = bits(starts_N.reshape(count, self._row_length))
         rows["length"] = np.minimum(valid - np.arange(count) * self._row_length, self._row_length)
         self._tokens = [tokens_N[valid:].copy()]
         self._starts = [position - size for position in self._starts if position >= size]
@@ -61,10 +64,25 @@ class Packer:
         return rows
 
 
+def bits(marked_RL: np.ndarray) -> np.ndarray:
+    """bool [R, L] as a row stores it."""
+    return np.packbits(marked_RL, axis=1, bitorder="little")
+
+
 def starts(rows_R: np.ndarray) -> np.ndarray:
     """Where documents start, bool [R, L]."""
+    return _marked(rows_R, "starts")
+
+
+def counted(rows_R: np.ndarray) -> np.ndarray:
+    """Which tokens count as targets, bool [R, L]: the answers where rows have them, else all."""
+    answers = "answers" in rows_R.dtype.names
+    return _marked(rows_R, "answers") if answers else np.ones(rows_R["tokens"].shape, bool)
+
+
+def _marked(rows_R: np.ndarray, name: str) -> np.ndarray:
     length = rows_R.dtype["tokens"].shape[0]
-    return np.unpackbits(rows_R["starts"], axis=1, count=length, bitorder="little").astype(bool)
+    return np.unpackbits(rows_R[name], axis=1, count=length, bitorder="little").astype(bool)
 
 
 def documents(rows_R: np.ndarray) -> list[np.ndarray]:

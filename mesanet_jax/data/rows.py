@@ -36,7 +36,8 @@ class PackedRows:
         self.fingerprint: str = self.manifest["fingerprint"]
         self.seq_len: int = self.manifest["seq_len"]
         self.vocab_size: int = self.manifest["vocab_size"]
-        self.dtype = packing.row_dtype(seq_len=self.seq_len, vocab_size=self.vocab_size)
+        self.answers: bool = self.manifest.get("answers", False)  # of a task: only they count as targets
+        self.dtype = packing.row_dtype(seq_len=self.seq_len, vocab_size=self.vocab_size, answers=self.answers)
         self._shards = self.manifest["splits"][split]["shards"]
         self._ends = list(itertools.accumulate(shard["rows"] for shard in self._shards))
         self._check_files()

@@ -5,7 +5,7 @@ B rows of a batch, T tokens of a row, V vocabulary.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 from jax.experimental import multihost_utils
@@ -23,42 +23,61 @@ class Evaluation:
     bytes: int  # UTF-8 bytes of the text that the targets stand for
     position_loss_T: np.ndarray  # mean nats at each position of the row, NaN where no token was valid
     position_tokens_T: np.ndarray
+    # Of a model that has more than one way to compute its loss, of which the above is that of decoding:
+    others: Mapping[str, "Evaluation"] = dataclasses.field(default_factory=dict)
+    told: Mapping[str, float] = dataclasses.field(default_factory=dict)  # about the computation, means over batches
 
     @property
     def perplexity(self) -> float:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def scalars(self) -> dict[str, float]:
-        """What a training run logs of its validation split."""
+        """What a training run logs of its validation split; the gap of another mode is its loss less that of decoding."""
         scalars = {"validation_loss": self.loss}
         if self.bits_per_byte is not None:
             scalars["validation_bits_per_byte"] = self.bits_per_byte
-        return scalars
+        for mode, other in self.others.items():
+            scalars |= {f"{name}_{mode}": value for name, value in other.scalars().items()}
+            scalars[f"validation_gap_{mode}"] = other.loss - self.loss
+        return scalars | {f"validation_{name}": value for name, value in self.told.items()}
 
 
-def evaluate_rows(loss_fn: Callable, params, batches: Iterable[dict], token_bytes: np.ndarray) -> Evaluation:
+def evaluate_rows(scores_fn: Callable, params, batches: Iterable[dict], token_bytes: np.ndarray) -> Evaluation:
     """Evaluates `params` on every batch.
 
     Bits per byte are those of nanochat: nats of targets that stand for bytes, over ln 2 times these bytes; a special
     token such as EOS is in neither sum (it is in the loss).
 
     Args:
-      loss_fn: (params, batch) -> nats [B,T], 0 where the weight is 0; jitted by the caller.
+      scores_fn: (params, batch) -> (nats [B,T], 0 where the weight is 0, {mode: nats}, {name: scalar}), as
+        `Model.scores`; jitted by the caller.
       batches: dicts of inputs, targets, segment_ids, weights [B,T], weights 0 or 1; numpy, or global arrays of a mesh.
       token_bytes: int [V], the UTF-8 bytes that an id stands for, 0 for a special one.
 
     Raises:
       UserError: if no token is valid.
     """
-    totals_CT = 0.0
+    totals: dict[str | None, np.ndarray] = {}  # by mode, [C,T]; None: that of decoding
+    told: list[dict[str, float]] = []
     for batch in batches:
-        nats_BT = _on_host(loss_fn(params, batch)).astype(np.float64)
+        decoding_BT, others, scalars = scores_fn(params, batch)
+        told.append({name: float(_on_host(value)) for name, value in scalars.items()})
         valid_BT = _on_host(batch["weights"]) > 0
         bytes_BT = np.where(valid_BT, token_bytes[_on_host(batch["targets"])], 0)
-        text_nats_BT = np.where(bytes_BT > 0, nats_BT, 0.0)
-        totals_CT = totals_CT + np.stack([x.sum(axis=0) for x in (nats_BT, valid_BT, text_nats_BT, bytes_BT)])
-    if np.ndim(totals_CT) == 0 or not totals_CT[1].any():
+        for mode, on_device_BT in {None: decoding_BT, **others}.items():
+            nats_BT = _on_host(on_device_BT).astype(np.float64)
+            text_nats_BT = np.where(bytes_BT > 0, nats_BT, 0.0)
+            sums_CT = np.stack([x.sum(axis=0) for x in (nats_BT, valid_BT, text_nats_BT, bytes_BT)])
+            totals[mode] = totals.get(mode, 0.0) + sums_CT
+    if not totals or not totals[None][1].any():
         raise UserError("evaluation: these rows hold no valid token; is the split empty?")
+    means = {name: float(np.mean([each[name] for each in told])) for name in told[0]}
+    others = {mode: _evaluation(totals_CT) for mode, totals_CT in totals.items() if mode is not None}
+    return dataclasses.replace(_evaluation(totals[None]), others=others, told=means)
+
+
+def _evaluation(totals_CT: np.ndarray) -> Evaluation:
+    """Of the sums over rows of nats, tokens, nats of text and bytes, at each position."""
     nats_T, tokens_T, text_nats_T, bytes_T = totals_CT
     nats, tokens, text_nats, count = (float(x.sum()) for x in (nats_T, tokens_T, text_nats_T, bytes_T))
     return Evaluation(

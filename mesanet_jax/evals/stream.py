@@ -36,7 +36,15 @@ class Windows:
 
 
 def read(rows: PackedRows) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens [N] of a whole split in order, without padding, and where documents start, bool [N]; held in memory."""
+    """The tokens [N] of a whole split in order, without padding, and where documents start, bool [N]; held in memory.
+
+    Raises:
+      UserError: the rows are those of a task, no text.
+    """
+    if rows.answers:
+        raise UserError(
+            "--protocol=stream: scores every token, but of these rows only answers count; use --protocol=rows"
+        )
     rows_R = rows.read(range(len(rows)))
     valid_RL = np.arange(rows_R.dtype["tokens"].shape[0]) < rows_R["length"][:, None]
     return rows_R["tokens"][valid_RL], packing.starts(rows_R)[valid_RL]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mesanet_jax.errors import UserError
-from mesanet_jax.flops import Flops, products
+from mesanet_jax.flops import Flops, mean_context, products
 from mesanet_jax.layers import Linear, fan_in_normal, l2_normalize, param, rotary
 from mesanet_jax.schema import Field
 from mesanet_kernels import attention, attention_extend, attention_step, init_attention_state
@@ -125,6 +125,4 @@ class Attention(nnx.Module):
     def flops_per_token(self, seq_len: int) -> Flops:
         """Projections, and QK^T and AV over the mean causal context."""
         dim, width, kv_width = self.out.kernel.shape[-1], self.heads * self.head_dim, self.kv_heads * self.head_dim
-        span = min(self.window or seq_len, seq_len)
-        context = span - span * (span - 1) / (2 * seq_len)  # mean number of tokens seen, exact for a causal window
-        return products(2 * dim * (2 * width + 2 * kv_width) + 4 * width * context)
+        return products(2 * dim * (2 * width + 2 * kv_width) + 4 * width * mean_context(seq_len, self.window))

@@ -42,7 +42,7 @@ class Hawk(nnx.Module):
             choices=("griffin", "recurrentgemma"),
             fixed=True,
         ),
-        "implementation": Field(None, "linear_scan backend of the kernel library; none: the best that applies", kind=str, choices=("reference", "xla", "pallas_tpu")),
+        "implementation": Field(None, "linear_scan backend of the kernel library; none: the best that applies", kind=str, choices=("reference", "xla", "pallas_gpu", "pallas_tpu")),
     }  # fmt: skip
 
     @staticmethod

@@ -13,10 +13,16 @@ from flax import nnx, traverse_util
 
 from mesanet_jax.flops import Flops
 from mesanet_jax.models.language_model import LanguageModel
+from mesanet_jax.models.lrt import LRT
+from mesanet_jax.models.maglev import Maglev
+from mesanet_jax.models.nanochat import Nanochat
 from mesanet_jax.models.pha import ParallelHybrid
 
 MODELS = {
     "language_model": LanguageModel,
+    "lrt": LRT,
+    "maglev": Maglev,
+    "nanochat": Nanochat,
     "pha": ParallelHybrid,
 }
 
@@ -38,8 +44,23 @@ class Model:
         return nnx.merge(self.graphdef, params)
 
     def loss(self, params, batch):
-        """Nats of each target times its weight, [B,T] float32; `batch` as `mesanet_jax.data.loader` makes it."""
+        """Nats of each target times its weight, [B,T] float32, of the function that decoding computes.
+
+        `batch` as `mesanet_jax.data.loader` makes it.
+        """
         return self.bind(params).loss(batch)
+
+    def objective(self, params, batch, share=1.0):
+        """What training minimises, [B,T], and {name: [B,T]} of its terms; of most families: the loss, {}.
+
+        Their sums are divided by the valid tokens of the whole batch. `share` is these over all positions: what a term
+        that is a mean over all positions is multiplied by.
+        """
+        return self.bind(params).objective(batch, share)
+
+    def scores(self, params, batch):
+        """(`loss`, {mode: nats [B,T]} of other ways to compute it, {name: scalar} about the computation)."""
+        return self.bind(params).scores(batch)
 
     def observe(self, params, batch):
         """What the layers tell about their work on a batch: name -> {layer: array}; empty where none does."""

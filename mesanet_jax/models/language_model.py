@@ -1,8 +1,5 @@
 """The language model: scaled embedding, scanned blocks, final norm, soft-capped head, loss, and decoding.
 
-The blocks are whole periods of the mixer pattern, stacked and scanned over (`groups`), and what remains of a period where
-the number of layers is no multiple of it (`tail`).
-
 B batch, T time, D model width, V vocabulary (padded to a multiple for sharding).
 """
 
@@ -15,17 +12,19 @@ from flax import nnx
 
 from mesanet_jax.errors import UserError
 from mesanet_jax.flops import Flops, products
-from mesanet_jax.layers import RMSNorm, param, stack
+from mesanet_jax.layers import Initializer, RMSNorm, param
 from mesanet_jax.mesh import constrain
-from mesanet_jax.models.block import ACTIVATION, Block, Group
-from mesanet_jax.models.remat import remat
+from mesanet_jax.mixers import MIXERS
+from mesanet_jax.models.block import ACTIVATION, LOOKED_UP, Block, Group
+from mesanet_jax.models.stack import Stack
 from mesanet_jax.schema import Field
 from mesanet_kernels import softmax_cross_entropy
 
 
-class LanguageModel(nnx.Module):
+class LanguageModel(Stack):
     """The backbone of the MesaNet paper (appendix E, G) around any mixers."""
 
+    MIXERS = MIXERS  # what `model.pattern` may name
     FIELDS = {
         "vocab_size": Field(50_257, "tokens of the tokenizer; must be that of the data", at_least=2, fixed=True),
         "vocab_multiple": Field(128, "the vocabulary is padded to a multiple of this; padding has no loss and no probability", at_least=1, fixed=True),
@@ -57,19 +56,20 @@ class LanguageModel(nnx.Module):
         return tuple(partial(Block, model, mixer) for mixer in model.pattern)
 
     def __init__(self, model, *, rngs: nnx.Rngs):
+        # Fan-in init (std 1/sqrt(D)) and a sqrt(D) on the way in give the stream unit variance (appendix G).
+        self._make_tables(model, _table_init, _table_init, rngs=rngs)
+        super().__init__(self.block_makers(model), model.layers, rngs=rngs)
+        self.final_norm = RMSNorm(model.dim, rngs=rngs, eps=model.norm_eps)
+
+    def _make_tables(self, model, embedding_init: Initializer, head_init: Initializer, *, rngs: nnx.Rngs) -> None:
+        """The embedding, the head, and what the calls below read of the config."""
         self.vocab_size = model.vocab_size
         padded = -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
         self.softcap, self.remat = model.logit_softcap, model.remat
         self.resets, self.dtype = model.reset_at_documents, jnp.dtype(model.compute_dtype)
-        # Fan-in init (std 1/sqrt(D)) and a sqrt(D) on the way in give the stream unit variance (appendix G).
-        table = lambda: param(rngs, _table_init, (padded, model.dim), ("vocab", "embed"))
-        self.embedding = table()
-        self.head = None if model.tie_embeddings else table()
-        makers = self.block_makers(model)
-        count, rest = divmod(model.layers, len(makers))
-        self.groups = stack(lambda rngs: Group(makers, rngs=rngs), count, rngs=rngs)
-        self.tail = Group(makers[:rest], rngs=rngs) if rest else None
-        self.final_norm = RMSNorm(model.dim, rngs=rngs, eps=model.norm_eps)
+        table = lambda init: param(rngs, init, (padded, model.dim), ("vocab", "embed"))
+        self.embedding = table(embedding_init)
+        self.head = None if model.tie_embeddings else table(head_init)
 
     def _embed(self, tokens):
         scale = self.embedding[...].shape[-1] ** 0.5
@@ -84,20 +84,11 @@ class LanguageModel(nnx.Module):
         return self.final_norm(x_BTD)
 
     def _blocks(self, call, tokens_BT, segment_ids_BT):
-        """The stream after all blocks, and what else `call(group, x, segment_ids)` gives, stacked over groups, and of the tail."""
+        """The stream after all blocks, and the pair of what else `call(group, x, segment_ids)` gives."""
         if not self.resets:
             segment_ids_BT = jnp.zeros_like(segment_ids_BT)
-
-        def run(graphdef):
-            return lambda x_BTD, params: call(nnx.merge(graphdef, params), x_BTD, segment_ids_BT)
-
-        x_BTD, of_tail = constrain(self._embed(tokens_BT), ACTIVATION), ()
-        graphdef, stacked = nnx.split(self.groups)
-        x_BTD, of_groups = jax.lax.scan(remat(run(graphdef), self.remat), x_BTD, stacked)
-        if self.tail is not None:
-            graphdef, params = nnx.split(self.tail)
-            x_BTD, of_tail = remat(run(graphdef), self.remat, scanned=False)(x_BTD, params)
-        return x_BTD, (of_groups, of_tail)
+        x_BTD = constrain(constrain(self._embed(tokens_BT), LOOKED_UP), ACTIVATION)
+        return self.scan(lambda group, x_BTD, _: call(group, x_BTD, segment_ids_BT), x_BTD, policy=self.remat)
 
     def observe(self, batch):
         """What the mixers tell about their work on a batch: name -> {layer: array}."""
@@ -107,18 +98,28 @@ class LanguageModel(nnx.Module):
             for name, x_G in seen.items():
                 told.setdefault(name, {}).update({len(of_groups) * group + block: x for group, x in enumerate(x_G)})
         count = len(of_groups) * jax.tree.leaves(nnx.state(self.groups))[0].shape[0]
-        for block, seen in enumerate(of_tail):
+        for block, seen in enumerate(of_tail or ()):
             for name, x in seen.items():
                 told.setdefault(name, {})[count + block] = x
         return told
 
     def loss(self, batch):
         """Negative log-likelihood in nats of each target, [B,T] float32, zero where its weight is zero."""
-        hidden_BTD = self.hidden(batch["inputs"], batch["segment_ids"])
+        return self._nats(self.hidden(batch["inputs"], batch["segment_ids"]), batch)
+
+    def _nats(self, hidden_BTD, batch):
         return softmax_cross_entropy(
             hidden_BTD, self._head(), batch["targets"],
             softcap=self.softcap, weights=batch["weights"], vocab_size=self.vocab_size,
         )  # fmt: skip
+
+    def objective(self, batch, share):
+        """What training minimises, and its terms by name, as `mesanet_jax.models.Model`; here the loss alone."""
+        return self.loss(batch), {}
+
+    def scores(self, batch):
+        """The loss, that of other modes of the model by name, and scalars about the computation."""
+        return self.loss(batch), {}, {}
 
     def logits(self, hidden):
         """Soft-capped float32 logits over the true vocabulary."""
@@ -127,16 +128,8 @@ class LanguageModel(nnx.Module):
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
     def init_state(self, batch: int, *, max_length: int):
-        """The decoding state of an empty past: of the groups, every leaf stacked over them, and of the tail, if any."""
-        graphdef, stacked = nnx.split(self.groups)
-
-        def state(group):
-            return group.init_state(batch, max_length=max_length, dtype=self.dtype)
-
-        return (
-            jax.vmap(lambda params: state(nnx.merge(graphdef, params)))(stacked),
-            None if self.tail is None else state(self.tail),
-        )
+        """The decoding state of an empty past, a pair as `Stack` has it."""
+        return self.init_states(lambda group: group.init_state(batch, max_length=max_length, dtype=self.dtype))
 
     def extend(self, tokens_BT, state):
         """Reads T tokens of one document: (logits [B,T,V] float32, state)."""
@@ -147,25 +140,12 @@ class LanguageModel(nnx.Module):
         return self._decode("step", tokens_B, state)
 
     def _decode(self, call: str, tokens, state):
-        graphdef, stacked = nnx.split(self.groups)
-
-        def group(x, params_and_state):
-            params, state = params_and_state
-            return getattr(nnx.merge(graphdef, params), call)(x, state)
-
-        groups_state, tail_state = state
-        x, groups_state = jax.lax.scan(group, self._embed(tokens), (stacked, groups_state))
-        if self.tail is not None:
-            x, tail_state = getattr(self.tail, call)(x, tail_state)
-        return self.logits(self.final_norm(x)), (groups_state, tail_state)
+        x, state = self.scan(lambda group, x, state: getattr(group, call)(x, state), self._embed(tokens), state)
+        return self.logits(self.final_norm(x)), state
 
     def flops_per_token(self, seq_len: int) -> Flops:
         """FLOPs of one token in a row of `seq_len`: head included, embedding look-up not counted."""
-        graphdef, stacked = nnx.split(self.groups)
-        count = jax.tree.leaves(stacked)[0].shape[0]
-        one = nnx.merge(graphdef, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked))
-        tail = Flops() if self.tail is None else self.tail.flops_per_token(seq_len)
-        return one.flops_per_token(seq_len) * count + tail + products(2 * self.vocab_size * self.embedding.shape[-1])
+        return self.blocks_flops(seq_len) + products(2 * self.vocab_size * self.embedding.shape[-1])
 
     def padding_parameters(self) -> int:
         """Parameters in rows that only pad the vocabulary."""

@@ -132,7 +132,7 @@ def test_a_stride_of_the_context_is_the_evaluation_of_blocks(run):
     rows = PackedRows(config.data.path, "validation")
     tokens_N, starts_N = stream.read(rows)
     model, size = models.build(config.model), rows.tokenizer.token_bytes()
-    loss = jax.jit(model.loss)
+    scores = jax.jit(model.scores)
     count = (len(tokens_N) - 1) // 32
     blocks_BL = np.stack([tokens_N[32 * index : 32 * index + 33] for index in range(count)]).astype(np.int32)
     plain = {
@@ -141,7 +141,7 @@ def test_a_stride_of_the_context_is_the_evaluation_of_blocks(run):
     }  # fmt: skip
     whole = slice(0, 32 * count + 1)
     windows = stream.batches(tokens_N[whole], starts_N[whole], Windows(32, 32), batch_size=4)
-    one, other = evaluate_rows(loss, params, [plain], size), evaluate_rows(loss, params, windows, size)
+    one, other = evaluate_rows(scores, params, [plain], size), evaluate_rows(scores, params, windows, size)
     assert (one.tokens, one.bytes) == (other.tokens, other.bytes)
     assert one.loss == pytest.approx(other.loss, rel=1e-6)
 
