@@ -6,8 +6,8 @@ B batch, T time, D channels.
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks
-from mesanet_kernels.ops.linear_scan import pallas_tpu, reference, xla
+from mesanet_kernels import checks, sequence
+from mesanet_kernels.ops.linear_scan import pallas_gpu, pallas_tpu, reference, span, xla
 
 
 def _automatic(x, a, *rest):
@@ -17,7 +17,12 @@ def _automatic(x, a, *rest):
     return jax.lax.platform_dependent(x, a, *rest, tpu=pallas_tpu.linear_scan, default=xla.linear_scan)
 
 
-IMPLEMENTATIONS = {"reference": reference.linear_scan, "xla": xla.linear_scan, "pallas_tpu": pallas_tpu.linear_scan}
+IMPLEMENTATIONS = {
+    "reference": reference.linear_scan,
+    "xla": xla.linear_scan,
+    "pallas_gpu": pallas_gpu.linear_scan,
+    "pallas_tpu": pallas_tpu.linear_scan,
+}
 
 
 def linear_scan(x, a, *, segment_ids=None, initial_state=None, implementation=None):
@@ -32,7 +37,8 @@ def linear_scan(x, a, *, segment_ids=None, initial_state=None, implementation=No
       a: [B, T, D], decays between -1 and 1; larger ones grow without bound. Best float32 where x is bfloat16.
       segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
       initial_state: [B, D]; belongs to the first token's document. Default zero.
-      implementation: "reference", "xla", "pallas_tpu" (float32 sums), or None for the best that supports the call.
+      implementation: "reference", "xla", "pallas_gpu" (NVIDIA Hopper, at least 128 channels; float32 sums), "pallas_tpu"
+        (float32 sums), or None for the best that supports the call; never "pallas_gpu", which has not run on a GPU yet.
 
     Returns:
       (h [B, T, D] in x's dtype, final state [B, D] float32).
@@ -45,7 +51,7 @@ def linear_scan(x, a, *, segment_ids=None, initial_state=None, implementation=No
     segment_ids = checks.segments("linear_scan", segment_ids, sizes)
     dtype = checks.accumulation_dtype(x, a)
     state = jnp.zeros((sizes["B"], sizes["D"]), dtype) if initial_state is None else initial_state.astype(dtype)
-    return run(x, a, state, segment_ids)
+    return sequence.recurrent(run, span.MEMORY, (x, a), (), state, segment_ids)
 
 
 def linear_scan_step(x, a, state, *, implementation=None):

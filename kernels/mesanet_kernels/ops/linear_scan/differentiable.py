@@ -23,7 +23,7 @@ def linear_scan(scan: Callable, x_BTD, a_BTD, state_BD, segment_ids_BT):
 
 def _forward(scan, x_BTD, a_BTD, state_BD, segment_ids_BT):
     dtype = accumulation_dtype(x_BTD, a_BTD)
-    decay_BTD = jnp.where(_starts(segment_ids_BT), 0, a_BTD.astype(dtype))
+    decay_BTD = jnp.where(starts(segment_ids_BT), 0, a_BTD.astype(dtype))
     h_BTD = scan(x_BTD.astype(dtype), decay_BTD, state_BD, reverse=False)
     templates = jnp.zeros((), x_BTD.dtype), jnp.zeros((), a_BTD.dtype)  # the dtypes of the gradients
     return (h_BTD.astype(x_BTD.dtype), h_BTD[:, -1]), (decay_BTD, h_BTD, state_BD, segment_ids_BT, templates)
@@ -36,13 +36,13 @@ def _backward(scan, saved, cotangents):
     decay_after_BTD = jnp.concatenate([decay_BTD[:, 1:], jnp.ones_like(decay_BTD[:, :1])], axis=1)
     g_BTD = scan(dh_BTD.astype(h_BTD.dtype), decay_after_BTD, dfinal_BD, reverse=True)
     before_BTD = jnp.concatenate([state_BD[:, None], h_BTD[:, :-1]], axis=1)
-    da_BTD = jnp.where(_starts(segment_ids_BT), 0, g_BTD * before_BTD)
+    da_BTD = jnp.where(starts(segment_ids_BT), 0, g_BTD * before_BTD)
     return g_BTD.astype(x.dtype), da_BTD.astype(a.dtype), decay_BTD[:, 0] * g_BTD[:, 0], None
 
 
 linear_scan.defvjp(_forward, _backward)
 
 
-def _starts(segment_ids_BT):
+def starts(segment_ids_BT):
     """Whether a token begins a document inside the row, [B, T, 1]."""
     return jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])[..., None] != 0

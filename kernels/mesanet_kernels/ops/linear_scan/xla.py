@@ -25,7 +25,7 @@ def scan(x_BTD, a_BTD, state_BD, *, reverse):
 
     def advance(state_BD, inputs):
         # Product of the decays since the chunk began, and the state of a chunk that began with zero.
-        since_start_BCD, inside_BCD = jax.lax.associative_scan(_compose, inputs, axis=1)
+        since_start_BCD, inside_BCD = jax.lax.associative_scan(compose, inputs, axis=1)
         h_BCD = since_start_BCD * state_BD[:, None] + inside_BCD
         return h_BCD[:, -1], h_BCD
 
@@ -41,7 +41,7 @@ def _split(x_BTD, chunk):
     return jnp.moveaxis(x_BTD.reshape(batch, time // chunk, chunk, channels), 1, 0)
 
 
-def _compose(earlier, later):
+def compose(earlier, later):
     """The map h -> a h + x of two spans of tokens, one after the other."""
     (a, x), (later_a, later_x) = earlier, later
     return a * later_a, later_a * x + later_x

@@ -1,0 +1,69 @@
+"""The linear scan as a Mosaic GPU kernel: in the GPU interpreter and lowered for CUDA here, and run where there is a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from op_cases import assert_close, documents, evaluate, evaluator, linear_scan, random_state, rounded
+
+from mesanet_kernels.ops.linear_scan import pallas_gpu
+from mesanet_kernels.shapes import example
+
+
+def against_reference(sizes, *, dtype, limit, boundaries=()):
+    """Values and gradients beside those of the reference in float64, with an initial state, and documents."""
+    inputs, state = rounded(example("linear_scan", sizes)), random_state("linear_scan", sizes)
+    options = dict(segment_ids=documents(sizes, *boundaries)) if boundaries else {}
+    wanted = evaluate(
+        lambda x, state: linear_scan(x, state=state, implementation="reference", **options),
+        inputs,
+        state=state,
+        dtype=jnp.float64,
+    )
+    run = evaluator(lambda x, state: linear_scan(x, state=state, implementation="pallas_gpu", **options), dtype=dtype)
+    assert_close(run(inputs, state=state), wanted, limit=limit)
+
+
+@pytest.mark.skipif(not hasattr(plgpu, "force_gpu_interpret_mode"), reason="this jax has no GPU interpreter")
+@pytest.mark.parametrize("length", [5, 37])
+def test_kernels_are_the_scan(monkeypatch, length):
+    """Fewer tokens than a turn, or turns and a rest; a last block of channels that is moved back."""
+    monkeypatch.setattr(pallas_gpu, "lacks", lambda *_: "")
+    with plgpu.force_gpu_interpret_mode():
+        against_reference(dict(B=2, T=length, D=200), dtype=jnp.float32, limit=1e-6, boundaries=(2, length - 4))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_kernels_lower_for_cuda(dtype):
+    rows, state = jax.ShapeDtypeStruct((2, 50, 960), dtype), jax.ShapeDtypeStruct((2, 960), jnp.float32)
+    decays, starts = jax.ShapeDtypeStruct((2, 50, 960), jnp.float32), jax.ShapeDtypeStruct((2, 50), jnp.int32)
+
+    def both(x, a, state, starts):
+        (h, final), saved = pallas_gpu._forward(x, a, state, starts)
+        return h, pallas_gpu._backward(saved, (h, final))
+
+    lowered = jax.jit(both).trace(rows, decays, state, starts).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count("mosaic_gpu") >= 2
+
+
+def test_what_the_kernel_lacks():
+    with pytest.raises(NotImplementedError, match="'pallas_gpu' needs an NVIDIA Hopper GPU"):
+        linear_scan(example("linear_scan", dict(B=1, T=8, D=128)), implementation="pallas_gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [5, 16, 2048 + 3])
+@pytest.mark.parametrize("dtype, limit", [(jnp.float32, 1e-5), (jnp.bfloat16, 5e-3)])
+def test_accuracy_on_a_gpu(length, dtype, limit):
+    """kernel-api.md's limits; of bfloat16 h the backward pass reads what the forward pass returned."""
+    boundaries = (2, length - 2) if length > 4 else ()
+    against_reference(dict(B=2, T=length, D=960), dtype=dtype, limit=limit, boundaries=boundaries)
+
+
+@pytest.mark.gpu
+def test_the_future_changes_no_bit_on_a_gpu():
+    x = {name: jnp.asarray(value) for name, value in example("linear_scan", dict(B=1, T=64, D=128)).items()}
+    one, _ = linear_scan(x, implementation="pallas_gpu")
+    other, _ = linear_scan(x | {"x": x["x"].at[:, 40:].multiply(1e6)}, implementation="pallas_gpu")
+    np.testing.assert_array_equal(one[:, :40], other[:, :40])
