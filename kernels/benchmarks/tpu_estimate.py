@@ -1,8 +1,11 @@
-"""What the TPU compiler expects of Mesa's kernel: `python kernels/benchmarks/tpu_estimate.py [--chips v5p:2x2x1 ...]`
+"""What the TPU compiler expects of our kernels: `python kernels/benchmarks/tpu_estimate.py [--chips v5p:2x2x1 ...]`
 
-Static cycle estimates of the compiler, on a machine without a TPU: never a measurement. The estimate takes a loop whose
-length depends on the data once, so the cost of an iteration is the difference between kernels with one and with three
-iterations written out. Needs libtpu on the path (the directory in MESANET_TPU_COMPILER, as for the slow tests).
+Static cycle estimates of the compiler, on a machine without a TPU: never a measurement. Waiting for memory is not in them.
+They take a loop whose length depends on the data once, so the cost of an iteration of Mesa's solve is the difference
+between kernels with one and with three iterations written out. Needs libtpu on the path (the directory in
+MESANET_TPU_COMPILER, as for the slow tests).
+
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, D channels.
 """
 
 import argparse
@@ -15,37 +18,90 @@ import tempfile
 
 # Multiply-adds a cycle of a device: v5e has four units of 128 x 128, v5p two cores with four each, v6e two of 256 x 256.
 CHIPS = {"v5e:2x2": 4 * 128**2, "v5p:2x2x1": 8 * 128**2, "v6e:2x2": 2 * 256**2}
-SYSTEMS, HEADS, CHUNK = 64, 8, 128
+SYSTEMS, HEADS, CHUNK, SIZE = (
+    64,
+    8,
+    128,
+    128,
+)  # a system: one chunk of one head; of the scan as many tokens and channels
+SQUARE = CHUNK * SIZE  # numbers of an array of keys or weights of a system
+
+# Of a kernel and a system: products of 128 x 128 x 128, and bytes moved (bfloat16 tokens and states, float32 weights).
+KERNELS = {
+    "weights": (3, 4 * SQUARE),
+    "weights' gradients": (6, 4 * SQUARE),
+    "forward": (4, (4 * 2 + 4) * SQUARE),
+    "states": (1, 3 * 2 * SQUARE),
+    "gradients": (9, (8 * 2 + 2 * 4) * SQUARE),
+    "linear_scan": (0, 3 * 4 * SQUARE),
+}
 
 
-def cycles(chip: str, size: int, iterations: int) -> int:
-    """The estimate of the kernel for `SYSTEMS` systems, from a process of its own: libtpu reads its flags once."""
+def cycles(chip: str, kernel: str) -> float:
+    """The estimate of a system, from a process of its own: libtpu reads its flags once."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_static_llo_profile_to={folder}/profile"
         environment = os.environ | {
-            "LIBTPU_INIT_ARGS": flags,
+            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={folder}/profile",
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_WORKER_HOSTNAMES": "localhost",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "JAX_PLATFORMS": "cpu",
         }
-        command = [sys.executable, __file__, "--compile", chip, str(size), str(iterations)]
+        command = [sys.executable, __file__, "--compile", chip, kernel]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
-            sys.exit(f"error: {chip}: the kernel does not compile\n{done.stderr[-2000:]}")
-        profiles = [
-            path.read_text(errors="replace")
-            for path in pathlib.Path(folder).rglob("*static_llo_profile*")
-            if path.is_file()
-        ]
-    return sum(int(count) for text in profiles for count in re.findall(r"estimated_cycles: (\d+)", text))
+            sys.exit(f"error: {chip}: {kernel} does not compile\n{done.stderr[-2000:]}")
+        files = [path for path in pathlib.Path(folder).rglob("*") for name in done.stdout.split()
+                 if path.name.startswith(f"{name}_")]  # fmt: skip
+        counts = [int(n) for path in files for n in re.findall(r"estimated_cycles: (\d+)", path.read_text())]
+    return sum(counts) / SYSTEMS
 
 
-def compile_kernel(chip: str, size: int, iterations: int) -> None:
+def compile_kernel(chip: str, kernel: str) -> None:
+    """Compiles it alone for `SYSTEMS` systems, and prints what the compiled program calls it."""
     sys.path.append(os.environ.get("MESANET_TPU_COMPILER", ""))
     import jax
-    import jax.numpy as jnp
     from jax.experimental import topologies
+
+    (device, *_) = topologies.get_topology_desc(topology_name=chip, platform="tpu").devices
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    function, shapes = call(kernel)
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+    compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+    print(*re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", compiled.as_text()))
+
+
+def call(kernel: str):
+    """The function of a kernel, and its arguments' shapes and dtypes."""
+    import jax
+    import jax.numpy as jnp
+
+    from mesanet_kernels.chunks import ChunkWeights
+    from mesanet_kernels.ops.linear_scan import pallas_tpu as linear_scan
+    from mesanet_kernels.tpu import forward, gradients, states, weights
+
+    if kernel.startswith("mesa"):
+        return mesa(iterations=int(kernel.removeprefix("mesa")))
+    wide = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    count = SYSTEMS // HEADS
+    token = jax.ShapeDtypeStruct((1, count * CHUNK, HEADS, SIZE), jnp.bfloat16)
+    pairs, row = wide(count, 1, HEADS, CHUNK, CHUNK), wide(count, 1, HEADS, 1, CHUNK)
+    of_chunks = ChunkWeights(pairs, wide(count, 1, HEADS, CHUNK))
+    state, entering = wide(1, HEADS, SIZE, SIZE), jax.ShapeDtypeStruct((count, 1, HEADS, SIZE, SIZE), jnp.bfloat16)
+    channels = wide(1, count * CHUNK, HEADS * SIZE)
+    return {
+        "weights": (weights._weights, (row, row)),
+        "weights' gradients": (lambda *x: weights._gradients(x[:2], x[2:]), (row, row, pairs, row)),
+        "forward": (forward.forward, (token, token, token, of_chunks, state)),
+        "states": (states.states, (token, token, of_chunks, state)),
+        "gradients": (gradients.gradients, (token, token, token, of_chunks, entering, token, state)),
+        "linear_scan": (lambda *x: linear_scan._kernel(*x, reverse=False), (channels, channels, wide(1, HEADS * SIZE))),
+    }[kernel]
+
+
+def mesa(*, iterations):
+    import jax
+    import jax.numpy as jnp
 
     from mesanet_kernels.ops.mesa import pallas_tpu
 
@@ -55,38 +111,40 @@ def compile_kernel(chip: str, size: int, iterations: int) -> None:
         return state
 
     pallas_tpu.lax.while_loop = written_out
-    (device, *_) = topologies.get_topology_desc(topology_name=chip, platform="tpu").devices
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    wide = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-    half = lambda *shape: jax.ShapeDtypeStruct(shape, pallas_tpu.HALF, sharding=sharding)
-    rows, square = (SYSTEMS, CHUNK, size), (SYSTEMS, size, size)
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    wide, half = jnp.float32, pallas_tpu.HALF
+    rows, square = (SYSTEMS, CHUNK, SIZE), (SYSTEMS, SIZE, SIZE)
     arguments = (
-        wide(*rows), wide(*rows), half(*rows), half(*square), half(*square),
-        wide(SYSTEMS, CHUNK, CHUNK), wide(SYSTEMS, CHUNK), wide(HEADS, size),
+        array(wide, *rows), array(wide, *rows), array(half, *rows), array(half, *square), array(half, *square),
+        array(wide, SYSTEMS, CHUNK, CHUNK), array(wide, SYSTEMS, CHUNK), array(wide, HEADS, SIZE),
     )  # fmt: skip
-    run = jax.jit(lambda *arrays: pallas_tpu._kernel(*arrays, max_iters=iterations, tol=0.0))
-    run.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+    return (lambda *arrays: pallas_tpu._kernel(*arrays, max_iters=iterations, tol=0.0)), arguments
 
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--chips", nargs="+", default=list(CHIPS), choices=list(CHIPS))
-    flags.add_argument(
-        "--sizes", nargs="+", type=int, default=[128], help="key sizes (64 written out trips the compiler)"
-    )
+    flags.add_argument("--kernels", nargs="+", default=["mesa", *KERNELS], choices=["mesa", *KERNELS])
     args = flags.parse_args()
-    print("| chip | K | cycles an iteration and system | floor of its products | cycles of a system besides |")
-    print("| --- | ---: | ---: | ---: | ---: |")
+    print("| chip | kernel | cycles a system | floor of its products | KiB moved |")
+    print("| --- | --- | ---: | ---: | ---: |")
     for chip in args.chips:
-        for size in args.sizes:
-            one, three = (cycles(chip, size, iterations) for iterations in (1, 3))
-            iteration = (three - one) / 2 / SYSTEMS
-            floor = (4 * CHUNK * CHUNK * size + 3 * CHUNK * size * size) / CHIPS[chip]
-            print(f"| {chip} | {size} | {iteration:.0f} | {floor:.0f} | {one / SYSTEMS - iteration:.0f} |", flush=True)
+        floor = lambda products: f"{products * CHUNK * CHUNK * SIZE / CHIPS[chip]:.0f}"  # noqa: B023
+        for kernel in args.kernels:
+            if kernel == "mesa":
+                one, three = (cycles(chip, f"mesa{iterations}") for iterations in (1, 3))
+                iteration = (three - one) / 2
+                print(f"| {chip} | mesa's solve, an iteration | {iteration:.0f} | {floor(7)} | 0 |")
+                print(f"| {chip} | mesa's solve, besides | {one - iteration:.0f} | | |", flush=True)
+                continue
+            products, moved = KERNELS[kernel]
+            print(
+                f"| {chip} | {kernel} | {cycles(chip, kernel):.0f} | {floor(products)} | {moved // 1024} |", flush=True
+            )
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--compile"]:
-        compile_kernel(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+        compile_kernel(*sys.argv[2:4])
     else:
         main()

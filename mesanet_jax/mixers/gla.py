@@ -16,6 +16,11 @@ from mesanet_kernels import gated_linear_attention, gated_linear_attention_step
 # A memory that only adds bears queries and keys of any length.
 NORMALIZE_FIELDS = {"normalize_keys": Field(True, "L2-normalise queries and keys of a head", fixed=True)}
 
+KERNEL_FIELDS = {
+    **PARALLEL_FIELDS,
+    "implementation": Field(None, "backend of the kernel library; none: the best that applies", kind=str, choices=("reference", "xla", "pallas_gpu", "pallas_tpu")),
+}  # fmt: skip
+
 
 class GLA(Controlled):
     """The controlled layer with both gates."""
@@ -26,7 +31,7 @@ class GLA(Controlled):
         **NORMALIZE_FIELDS,
         "input_gate": Field(True, "beta, the strength of a write, is a sigmoid of the stream; without it, 1", fixed=True),
         **VECTOR_DECAY_FIELDS,
-        **PARALLEL_FIELDS,
+        **KERNEL_FIELDS,
     }  # fmt: skip
 
     def _make_input_gate(self, model, *, rngs):

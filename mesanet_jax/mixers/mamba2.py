@@ -10,9 +10,9 @@ H heads, V value size.
 import jax
 
 from mesanet_jax.layers import param
-from mesanet_jax.mixers.controlled import PARALLEL_FIELDS, PROJECTION_FIELDS
+from mesanet_jax.mixers.controlled import PROJECTION_FIELDS
 from mesanet_jax.mixers.gates import DECAY_FIELDS, SoftplusDecay
-from mesanet_jax.mixers.gla import GLA, NORMALIZE_FIELDS
+from mesanet_jax.mixers.gla import GLA, KERNEL_FIELDS, NORMALIZE_FIELDS
 from mesanet_jax.schema import Field
 
 
@@ -25,7 +25,7 @@ class Mamba2(GLA):
         **NORMALIZE_FIELDS,
         "skip": Field(False, "add D v to what is read, D a learned number a head", fixed=True),
         **DECAY_FIELDS,
-        **PARALLEL_FIELDS,
+        **KERNEL_FIELDS,
     }
     INPUT_GATE = False
 

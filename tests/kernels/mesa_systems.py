@@ -23,7 +23,7 @@ def systems(keys, size, *, chunk, half, seed=0):
     }[keys]
     rounded = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
     k_RCK, past_RTK = rounded(unit(make(chunk))), rounded(unit(make(earlier)))
-    unit_RCK = np.float32(unit(draw(chunk, size)))
+    unit_RCK = np.float32(rounded(unit(draw(chunk, size))))
     lam_HK = np.float32(rng.uniform(0.25, 1.25, (HEADS, size)))
     age_CC = np.arange(chunk)[:, None] - np.arange(chunk)
     intra_RCC = np.float32(

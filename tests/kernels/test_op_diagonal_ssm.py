@@ -111,9 +111,9 @@ def test_a_token_repeated_4096_times(implementation):
 def test_documents_over_several_blocks():
     """Two blocks, whole chunks and a rest; documents that end inside a chunk, on its edge, or last for many chunks."""
     sizes = dict(B=2, T=2 * xla.BLOCK_TOKENS + 70, H=2, N=3)
-    documents = cases.documents(sizes, 5, 64, 1000, xla.BLOCK_TOKENS, 1900)
+    documents = cases.documents(sizes, 5, 64, xla.BLOCK_TOKENS, 1000)
     inputs, state = shapes.example("diagonal_ssm", sizes), cases.random_state("diagonal_ssm", sizes)
-    inputs["log_rate"] = np.float32([-4, -3, 0])
+    inputs["log_rate"], inputs["log_frequency"] = np.float32([-4, -3, 0]), np.float32([-8, -3, 1])
     against_reference(inputs, state=state, segment_ids=documents)
 
 

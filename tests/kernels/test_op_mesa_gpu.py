@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from hopper import interpreted, needs_interpreter
 from mesa_systems import KEYS, systems
 from op_cases import assert_close, documents, evaluate, evaluator, mesa, random_state, rounded
 
@@ -17,30 +17,14 @@ systems_of = partial(systems, chunk=pallas_gpu.CHUNK, half=pallas_gpu.HALF)
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
-    """The kernel in the GPU interpreter, with what that lacks spelled out: products whose left side is in registers."""
-    run_scoped = pallas_gpu.pl.run_scoped
-
-    def multiply(sum_ref, a, b_ref):
-        sum_ref[...] += jax.lax.dot(a, b_ref[...], preferred_element_type=jnp.float32)
-
-    def from_zero(body, sum_ref):
-        def run(sum_ref):
-            sum_ref[...] = jnp.zeros(sum_ref.shape, sum_ref.dtype)
-            return body(sum_ref)
-
-        return run_scoped(run, sum_ref)
-
-    monkeypatch.setattr(pallas_gpu.plgpu, "wgmma", multiply)
-    monkeypatch.setattr(pallas_gpu.plgpu, "ACC", plgpu.SMEM)
-    monkeypatch.setattr(pallas_gpu.pl, "run_scoped", from_zero)
-    with plgpu.force_gpu_interpret_mode():
+def on_cpu(monkeypatch):
+    with interpreted(monkeypatch):
         yield
 
 
-@pytest.mark.skipif(not hasattr(plgpu, "force_gpu_interpret_mode"), reason="this jax has no GPU interpreter")
+@needs_interpreter
 @pytest.mark.parametrize("keys", KEYS)
-def test_kernel_solves(interpreted, keys):
+def test_kernel_solves(on_cpu, keys):
     """Also the systems that are hard for float16: 5e-4 is a tenth of what bfloat16 inputs are allowed (kernel-api.md)."""
     arrays, exact_RCK = systems_of(keys, 64)
     x_RCK, iterations_RC = pallas_gpu._kernel(*arrays, max_iters=30, tol=0.0)
@@ -61,7 +45,7 @@ def test_kernel_lowers_for_cuda(size, tol):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", pallas_gpu.KEY_SIZES)
-def test_accuracy_on_a_gpu(size):
+def test_accuracy_of_the_default_on_a_gpu(size):
     """kernel-api.md: bfloat16 inputs 5e-3, gradients twice that, with documents and an initial state; T is ragged."""
     sizes = dict(B=2, T=200, H=2, K=size, V=size)
     inputs, state = rounded(example("mesa", sizes)), random_state("mesa", sizes)
@@ -72,16 +56,15 @@ def test_accuracy_on_a_gpu(size):
         state=state,
         dtype=jnp.float64,
     )
-    run = evaluator(
-        lambda x, state: mesa(x, segment_ids=ids, state=state, implementation="pallas_gpu"), dtype=jnp.bfloat16
-    )
+    run = evaluator(lambda x, state: mesa(x, segment_ids=ids, state=state), dtype=jnp.bfloat16)
     assert_close(run(inputs, state=state), wanted, limit=5e-3)
 
 
 @pytest.mark.gpu
-def test_gradients_do_not_depend_on_the_cotangents_scale_on_a_gpu():
+@pytest.mark.parametrize("implementation", [None, "pallas_gpu"])
+def test_gradients_do_not_depend_on_the_cotangents_scale_on_a_gpu(implementation):
     inputs = rounded(example("mesa", dict(B=1, T=128, H=2, K=128, V=128)))
-    run = evaluator(lambda x: mesa(x, implementation="pallas_gpu")[0], dtype=jnp.bfloat16)
+    run = evaluator(lambda x: mesa(x, implementation=implementation)[0], dtype=jnp.bfloat16)
     cotangent = np.random.default_rng(5).standard_normal(inputs["v"].shape).astype(np.float32)
     one, small = (run(inputs, cotangents=[scale * cotangent])[1][0] for scale in (1.0, 2.0**-30))
     for name, gradient in one.items():

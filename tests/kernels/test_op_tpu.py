@@ -54,7 +54,7 @@ def test_compiles_for_v5e(op, tpu_mesh, monkeypatch):
         return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(cases.ALL[op](fixed | floating)))
 
     step = jax.jit(jax.grad(loss), out_shardings={name: x.sharding for name, x in floating.items()})
-    monkeypatch.setattr(partition, "_axes", {"B": ("data",), "H": ("tensor",)})
+    monkeypatch.setattr(partition, "_axes", {"B": ("data",), "H": ("tensor",), "T": ()})
     with jax.sharding.use_abstract_mesh(tpu_mesh.abstract_mesh):
         compiled = step.trace(floating, fixed).lower(lowering_platforms=("tpu",)).compile()
     moved = set(re.findall(r"\b(all-gather|all-to-all|collective-permute)", compiled.as_text()))

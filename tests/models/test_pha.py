@@ -14,7 +14,7 @@ from flax import nnx
 from configs import pha
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
-from mesanet_jax import models, optimizer
+from mesanet_jax import models, optimizer, schedule
 from mesanet_jax import step as step_lib
 from mesanet_jax.data.loader import Batches
 from mesanet_jax.data.rows import PackedRows
@@ -386,7 +386,7 @@ def test_trains_without_warm_up_and_clipping(tiny_data):
     config.steps, config.model.vocab_size = 60, rows.vocab_size
     config.optimizer.warmup_steps, config.optimizer.clip_norm = 0, None
     config_lib.validate(config)
-    assert optimizer.learning_rate(config)(0) == config.optimizer.learning_rate == 5e-3
+    assert schedule.learning_rate(config)(0) == config.optimizer.learning_rate == 5e-3
     mesh = mesh_lib.make_mesh((1, 1, 1), jax.devices()[:1])
     losses = []
     with jax.set_mesh(mesh):

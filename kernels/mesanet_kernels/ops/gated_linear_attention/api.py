@@ -3,12 +3,34 @@
 B batch, T time, H heads, K key size, V value size.
 """
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, chunks
-from mesanet_kernels.ops.gated_linear_attention import reference, xla
+from mesanet_kernels import checks, chunks, sequence
+from mesanet_kernels.ops.gated_linear_attention import pallas_gpu, pallas_tpu, reference, span, xla
 
-IMPLEMENTATIONS = {"reference": reference.gated_linear_attention, "xla": xla.gated_linear_attention}
+KERNELS = {"tpu": pallas_tpu}  # what None chooses on a platform: kernels verified on it, on TPUs by its compiler
+
+
+def _automatic(chunk, q, k, v, log_decay, *rest):
+    """By the platform that is lowered for, which need not be the one that traces; short rows would fill no chunk."""
+    run = {
+        platform: partial(kernels.gated_linear_attention, chunk)
+        for platform, kernels in KERNELS.items()
+        if not kernels.lacks(q, k, v, log_decay) and q.shape[1] >= kernels.CHUNK
+    }
+    default = partial(xla.gated_linear_attention, chunk)
+    return jax.lax.platform_dependent(q, k, v, log_decay, *rest, **run, default=default)
+
+
+IMPLEMENTATIONS = {
+    "reference": reference.gated_linear_attention,
+    "xla": xla.gated_linear_attention,
+    "pallas_gpu": pallas_gpu.gated_linear_attention,
+    "pallas_tpu": pallas_tpu.gated_linear_attention,
+}
 
 
 def gated_linear_attention(
@@ -29,7 +51,9 @@ def gated_linear_attention(
       initial_state: [B, H, K, V]; belongs to the first token's document. Default zero.
       chunk_size: tokens computed as one dense block, rounded up to a power of two; does not change the result.
         Default 64.
-      implementation: "reference", "xla", or None for the best.
+      implementation: "reference", "xla", "pallas_gpu" (NVIDIA Hopper; one decay a head; q, k and v bfloat16, K and V 64
+        or 128; chunks of 64; not run on a GPU yet, and so not chosen), "pallas_tpu" (one decay a head; q, k and v
+        bfloat16, K and V multiples of 64 up to 256; chunks of 128), or None for the best.
 
     Returns:
       (o [B, T, H, V] in v's dtype, final state [B, H, K, V] float32).
@@ -37,7 +61,7 @@ def gated_linear_attention(
     Raises:
       ValueError: shapes or dtypes that do not fit. NotImplementedError: unknown implementation.
     """
-    run = checks.choose("gated_linear_attention", implementation, IMPLEMENTATIONS, best="xla")
+    run = checks.choose("gated_linear_attention", implementation, IMPLEMENTATIONS | {None: _automatic}, best=None)
     sizes = _check_arrays("gated_linear_attention", "BTH", q, k, v, log_decay, beta, initial_state)
     segment_ids = checks.segments("gated_linear_attention", segment_ids, sizes)
     checks.check_positive("gated_linear_attention", chunk_size=chunk_size)
@@ -45,7 +69,8 @@ def gated_linear_attention(
     dtype = checks.accumulation_dtype(q, k, v)
     beta = jnp.ones(q.shape[:3], dtype) if beta is None else beta.astype(dtype)
     state = jnp.zeros([sizes[axis] for axis in "BHKV"], dtype) if initial_state is None else initial_state.astype(dtype)
-    return run(chunks.pick_chunk(chunk_size, sizes["T"]), q, k, v, log_decay.astype(dtype), beta, state, segment_ids)
+    run = partial(run, chunks.pick_chunk(chunk_size, sequence.span_length(sizes["T"])))
+    return sequence.recurrent(run, span.MEMORY, (q, k, v, log_decay.astype(dtype), beta), (), state, segment_ids)
 
 
 def gated_linear_attention_step(q, k, v, log_decay, state, *, beta=None, implementation=None):

@@ -9,26 +9,27 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, chunks
-from mesanet_kernels.ops.mesa import chunked, pallas_gpu, pallas_tpu, reference, xla
+from mesanet_kernels import checks, chunks, sequence
+from mesanet_kernels.ops.mesa import chunked, hopper, pallas_gpu, pallas_tpu, reference, span, step_gpu, xla
 
+# What None chooses on a platform: kernels that were verified there. `hopper` is to replace `pallas_gpu` once it is.
 KERNELS = {"cuda": pallas_gpu, "tpu": pallas_tpu}
 
 
-def _automatic(options, q, k, *rest):
+def _automatic(options, q, k, v, *rest):
     """By the platform that is lowered for, which need not be the one that traces; short rows would fill no chunk."""
     run = {
         platform: partial(kernel.mesa, options)
         for platform, kernel in KERNELS.items()
-        if not kernel.lacks(options, q, k) and q.shape[1] >= kernel.CHUNK
+        if not kernel.lacks(options, q, k, v) and q.shape[1] >= kernel.CHUNK
     }
-    return jax.lax.platform_dependent(q, k, *rest, **run, default=partial(xla.mesa, options))
+    return jax.lax.platform_dependent(q, k, v, *rest, **run, default=partial(xla.mesa, options))
 
 
 IMPLEMENTATIONS = {
     "reference": reference.mesa,
     "xla": xla.mesa,
-    "pallas_gpu": pallas_gpu.mesa,
+    "pallas_gpu": hopper.mesa,
     "pallas_tpu": pallas_tpu.mesa,
 }
 SOLVERS = ("cg", "pcg")
@@ -82,8 +83,9 @@ def mesa(
       chunk_size: tokens computed as one dense block, rounded up to a power of two; does not change the result.
         Default 64.
       implementation: "reference" (exact dense solve; ignores max_iters and tol and reports 0 iterations), "xla",
-        "pallas_gpu" (NVIDIA Hopper, q and k bfloat16 or float16, K 64 or 128; chunks of 64), "pallas_tpu" (q and k
-        bfloat16, K 64 or 128; chunks of 128), or None for the best.
+        "pallas_gpu" (NVIDIA Hopper; q, k and v bfloat16, K and V 64 or 128; chunks of 64; not run on a GPU yet: None takes
+        an older kernel there, of the solve alone), "pallas_tpu" (q and k bfloat16, K 64 or 128; chunks of 128), or None for
+        the best.
 
     Raises:
       ValueError: shapes or dtypes that do not fit. NotImplementedError: an unknown implementation or solver.
@@ -96,10 +98,16 @@ def mesa(
 
     dtype = checks.accumulation_dtype(q, k, v)
     state = _initial_state(sizes, dtype) if initial_state is None else tuple(s.astype(dtype) for s in initial_state)
-    options = chunked.Options(solver, max_iters, float(tol), chunks.pick_chunk(chunk_size, sizes["T"]))
-    return MesaOutput(
-        *run(options, q, k, v, log_decay.astype(dtype), beta.astype(dtype), lam.astype(dtype), state, segment_ids)
-    )
+    chunk = chunks.pick_chunk(chunk_size, sequence.span_length(sizes["T"]))
+    options = chunked.Options(solver, max_iters, float(tol), chunk)
+
+    def outputs_and_state(*arrays):
+        o, final_state, iterations = run(options, *arrays)
+        return (o, iterations), final_state
+
+    rows, whole = (q, k, v, log_decay.astype(dtype), beta.astype(dtype)), (lam.astype(dtype),)
+    (o, iterations), state = sequence.recurrent(outputs_and_state, span.MEMORY, rows, whole, state, segment_ids)
+    return MesaOutput(o, state, iterations)
 
 
 def mesa_step(
@@ -110,12 +118,17 @@ def mesa_step(
     Args:
       q, k: [B, H, K]; v: [B, H, V]; log_decay, beta: [B, H]; lam: [H, K].
       state: (h_kk [B, H, K, K], h_kv [B, H, K, V]).
-      max_iters, tol, solver, implementation: as in `mesa`.
+      max_iters, tol, solver, implementation: as in `mesa`; "pallas_gpu": one launch (NVIDIA Hopper, K and V 64 or 128,
+        solver "cg", a float32 state). None never chooses it, as it has not run on a GPU yet.
 
     Returns:
       MesaOutput with o [B, H, V], the new state, iterations [B, H].
     """
     _check_arrays("mesa_step", "BH", q, k, v, log_decay, beta, lam, state)
+    _check_solver("mesa_step", solver, max_iters, tol)
+    if implementation == "pallas_gpu":
+        options = chunked.Options(solver, max_iters, float(tol), chunk=1)
+        return MesaOutput(*step_gpu.mesa_step(options, q, k, v, log_decay, beta, lam, *state))
     token = (x[:, None] for x in (q, k, v, log_decay, beta))
     o, state, iterations = mesa(
         *token, lam, initial_state=state, max_iters=max_iters, tol=tol, solver=solver, implementation=implementation

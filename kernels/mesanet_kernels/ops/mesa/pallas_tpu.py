@@ -19,10 +19,11 @@ from mesanet_kernels.checks import require
 from mesanet_kernels.ops.mesa import chunked as chunked_lib
 from mesanet_kernels.ops.mesa import fused
 from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
+from mesanet_kernels.tpu import tiles
 
-CHUNK = 128  # rows of the matrix unit
+CHUNK = tiles.CHUNK
 KEY_SIZES = (64, 128)
-HALF = jnp.bfloat16
+HALF = tiles.HALF
 HEADS = (4, 2, 1)  # of a step: the most that divide the heads
 
 
@@ -32,7 +33,7 @@ def mesa(options, q_BTHK, k_BTHK, *rest):
     return chunked_lib.mesa(_solve, options._replace(chunk=CHUNK), q_BTHK, k_BTHK, *rest)
 
 
-def lacks(options, q_BTHK, k_BTHK):
+def lacks(options, q_BTHK, k_BTHK, *_):
     """What the call needs and the kernel has not, as the end of a sentence; "" where it can do it."""
     reasons = {
         f"has no solver {options.solver!r}": options.solver != "cg",
@@ -52,14 +53,15 @@ def _kernel(
 
     def kernel(unit, start, k, high, low, intra, enter, lam, x_out, iterations_out, residual, direction):
         every = range(group)
-        enter_GC1 = [_column(enter[g], chunk) for g in every]
+        enter_GC1 = [tiles.column(enter[g]) for g in every]
 
         def image(g, p_CK):
             """H_t p_t."""
             weighted_CC = _times(p_CK, k[g], transposed=True) * intra[g]
             entering_high, entering_low = _in_two_parts(p_CK * enter_GC1[g])
             inside_CK = _times(weighted_CC, k[g])
-            return inside_CK + _dot(entering_high, high[g]) + _dot(entering_low, high[g]) + _dot(entering_high, low[g])
+            parts = (entering_high, high), (entering_low, high), (entering_high, low)
+            return inside_CK + sum(tiles.dot(part_CK, state[g]) for part_CK, state in parts)
 
         deltas = []
         for g in every:
@@ -96,7 +98,7 @@ def _kernel(
         none = [jnp.zeros((chunk, 1), jnp.int32) for _ in every]
         *_, counts = lax.while_loop(unfinished, advance, (jnp.int32(0), deltas, none))
         for g in every:
-            iterations_out[g] = _row(counts[g], chunk)
+            iterations_out[g] = tiles.row(counts[g])
 
     of_step = lambda *shape: pl.BlockSpec((group, *shape), lambda step: (step, 0, 0))
     of_heads = pl.BlockSpec((group, 1, size), lambda step: (step % (heads // group), 0, 0))
@@ -131,29 +133,14 @@ _solve = partial(fused.solve, _kernel, HALF)
 def _times(x, exact, *, transposed=False):
     """x @ exact, or x @ exact.T, with x in two parts."""
     high, low = _in_two_parts(x)
-    return _dot(high, exact, transposed=transposed) + _dot(low, exact, transposed=transposed)
-
-
-def _dot(a, b, *, transposed=False):
-    contracting = ((1,), (1 if transposed else 0,))
-    return lax.dot_general(a, b, (contracting, ((), ())), preferred_element_type=jnp.float32)
+    return tiles.dot(high, exact, b_transposed=transposed) + tiles.dot(low, exact, b_transposed=transposed)
 
 
 def _in_two_parts(x):
-    """x as its leading 8 bits, cut and not rounded (a cast there and back does not compile), and the rest."""
-    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16)), jnp.float32)
+    """x as its leading 8 bits and the rest."""
+    high = tiles.leading_bits(x)
     return high.astype(HALF), (x - high).astype(HALF)
 
 
 def _sum_of_rows(x_CK):
     return jnp.sum(x_CK, axis=1, keepdims=True)
-
-
-def _column(x_1C, chunk):
-    """[1, C] -> [C, 1]."""
-    return jnp.broadcast_to(x_1C, (chunk, chunk)).T[:, :1]
-
-
-def _row(x_C1, chunk):
-    """[C, 1] -> [1, C]."""
-    return jnp.broadcast_to(x_C1, (chunk, chunk)).T[:1]

@@ -1,0 +1,51 @@
+"""Gated linear attention with a scalar decay on NVIDIA Hopper: one kernel each for states, readout and gradients (gpu/).
+
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+
+from mesanet_kernels import chunks
+from mesanet_kernels.checks import require
+from mesanet_kernels.gpu import recurrence, tiles
+from mesanet_kernels.gpu.gradients import Memory, gradients
+from mesanet_kernels.gpu.readout import readout
+from mesanet_kernels.ops.gated_linear_attention import differentiable
+
+CHUNK = tiles.CHUNK
+
+
+def gated_linear_attention(chunk, *inputs):
+    """As `api.gated_linear_attention`, in chunks of 64. Raises NotImplementedError for what the kernels lack."""
+    del chunk
+    require("gated_linear_attention", "pallas_gpu", lacks(*inputs[:4]))
+    return differentiable.gated_linear_attention(KERNELS, *inputs)
+
+
+def lacks(q_BTHK, k_BTHK, v_BTHV, log_decay):
+    """What the call needs and the kernels have not, as the end of a sentence; "" where they can do it."""
+    if log_decay.ndim == 4:
+        return "has no decay a key channel"
+    if any(x.dtype != jnp.bfloat16 for x in (q_BTHK, k_BTHK, v_BTHV)):
+        return "needs q, k and v in bfloat16"
+    return tiles.lacks((k_BTHK.shape[-1], v_BTHV.shape[-1]))
+
+
+def _forward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV):
+    states, final_BHKV = recurrence.entering(k_BTHK, v_BTHV, weights, state_BHKV)
+    (o_BTHV,) = readout((q_BTHK,), k_BTHK, v_BTHV, *weights, states)
+    return o_BTHV, final_BHKV
+
+
+def _backward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV, do_BTHV, dfinal_BHKV):
+    states, _ = recurrence.entering(k_BTHK, v_BTHV, weights, state_BHKV)
+    dstates, dstate_BHKV = recurrence.leaving_cotangents((q_BTHK,), (do_BTHV,), weights, dfinal_BHKV)
+    (dq_BTHK,) = readout((do_BTHV,), v_BTHV, k_BTHK, *weights, states, transposed=True)
+    memory = Memory(v_BTHV, (do_BTHV,), states, dstates)
+    found = gradients((q_BTHK,), k_BTHK, weights.intra_NBHCC, weights.intra_NBHCC[..., -1, :], (memory,))
+    return dq_BTHK, found.dk_BTHK, *found.dv_BTHV, recurrence.weight_cotangents(found), dstate_BHKV
+
+
+KERNELS = differentiable.Kernels(CHUNK, partial(chunks.chunk_weights, chunk=CHUNK), _forward, _backward)

@@ -1,0 +1,43 @@
+"""Gated linear attention with a scalar decay on TPUs: kernels for the weights, the op and its gradients (tpu/).
+
+B batch, T time, H heads, K key size, V value size.
+"""
+
+import jax.numpy as jnp
+
+from mesanet_kernels.checks import require
+from mesanet_kernels.ops.gated_linear_attention import differentiable
+from mesanet_kernels.tpu import tiles
+from mesanet_kernels.tpu.forward import forward
+from mesanet_kernels.tpu.gradients import gradients
+from mesanet_kernels.tpu.states import states
+from mesanet_kernels.tpu.weights import chunk_weights
+
+CHUNK = tiles.CHUNK
+SIZES = (64, 128, 192, 256)  # half of the lanes wastes the matrix unit, four states of 256 x 256 are 1 MiB of VMEM
+
+
+def gated_linear_attention(chunk, *inputs):
+    """As `api.gated_linear_attention`, in chunks of 128. Raises NotImplementedError for what the kernels lack."""
+    del chunk
+    require("gated_linear_attention", "pallas_tpu", lacks(*inputs[:4]))
+    return differentiable.gated_linear_attention(KERNELS, *inputs)
+
+
+def lacks(q_BTHK, k_BTHK, v_BTHV, log_decay):
+    """What the call needs and the kernels have not, as the end of a sentence; "" where they can do it."""
+    arrays = q_BTHK, k_BTHK, v_BTHV
+    reasons = {
+        "has no decay a key channel": log_decay.ndim == 4,
+        "needs q, k and v in bfloat16": any(x.dtype != jnp.bfloat16 for x in arrays),
+        f"needs key and value sizes in {SIZES}": any(x.shape[-1] not in SIZES for x in arrays),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def _backward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV, do_BTHV, dfinal_BHKV):
+    states_NBHKV = states(k_BTHK, v_BTHV, weights, state_BHKV)
+    return gradients(q_BTHK, k_BTHK, v_BTHV, weights, states_NBHKV, do_BTHV, dfinal_BHKV)
+
+
+KERNELS = differentiable.Kernels(CHUNK, chunk_weights, forward, _backward)

@@ -1,0 +1,96 @@
+"""Gated linear attention as Mosaic GPU kernels: interpreted and lowered for CUDA here, and run where there is a GPU."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hopper import interpreted, lowers, needs_interpreter
+from op_cases import assert_close, documents, evaluate, evaluator, gated_linear_attention, random_state, rounded
+
+from mesanet_kernels.gpu import states, tiles
+from mesanet_kernels.ops.gated_linear_attention import pallas_gpu
+from mesanet_kernels.shapes import example
+
+OP = "gated_linear_attention"
+LIMIT = 5e-3  # bfloat16 inputs, kernel-api.md
+
+
+def against_float64(sizes, *boundaries):
+    """The kernels and the definition, with documents and an initial state: outputs, then gradients."""
+    inputs, state = rounded(example(OP, sizes)), random_state(OP, sizes)
+    run = lambda x, state, name: gated_linear_attention(
+        x, segment_ids=documents(sizes, *boundaries), state=state, implementation=name
+    )
+    wanted = evaluate(partial(run, name="reference"), inputs, state=state, dtype=jnp.float64)
+    return evaluator(partial(run, name="pallas_gpu"), dtype=jnp.bfloat16)(inputs, state=state), wanted
+
+
+@needs_interpreter
+def test_outputs_and_gradients(monkeypatch):
+    """Three chunks, the last ragged; a document starts in the first, one with the second."""
+    with interpreted(monkeypatch):
+        found, wanted = against_float64(dict(B=1, T=150, H=2, K=64, V=128), 20, 64)
+    assert_close(found, wanted, limit=LIMIT)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("backwards", [False, True])
+def test_exact_states(monkeypatch, backwards):
+    """Float32's precision of the states, which Mesa's systems need, from the same walk over the chunks."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    k_BTHK, v_BTHV = (jnp.asarray(draw(1, 128, 1, 64), jnp.bfloat16) for _ in range(2))
+    weight_NBHC, carry_NBH, state = abs(draw(2, 1, 1, 64)), abs(draw(2, 1, 1)), draw(1, 1, 64, 64)
+    with interpreted(monkeypatch):
+        parts, final = states.states(
+            (k_BTHK,),
+            (v_BTHV,),
+            weight_NBHC,
+            carry_NBH,
+            state,
+            backwards=backwards,
+            factors=3,
+            stored=(jnp.float16,) * 2,
+        )
+    wanted = {}
+    for n in range(2)[::-1] if backwards else range(2):
+        wanted[n] = state
+        k_CK, v_CV = (np.float64(x[0, 64 * n : 64 * n + 64, 0]) for x in (k_BTHK, v_BTHV))
+        state = carry_NBH[n] * state + (k_CK * weight_NBHC[n, 0, 0][:, None]).T @ v_CV
+    found = np.sum([np.float64(part) for part in parts], axis=0)
+    for got, want in ((found[0], wanted[0]), (found[1], wanted[1]), (final, state)):
+        assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("key_size, value_size", [(64, 128), (128, 64)])
+def test_lowers_for_cuda(monkeypatch, key_size, value_size):
+    monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
+    inputs = rounded(example(OP, dict(B=1, T=150, H=2, K=key_size, V=value_size)))
+    arrays = [jnp.asarray(x, jnp.bfloat16 if name in "qkv" else None) for name, x in inputs.items()]
+
+    def loss(*arrays):
+        outputs = gated_linear_attention(dict(zip(inputs, arrays)), implementation="pallas_gpu")
+        return sum(jnp.sum(x) for x in outputs)
+
+    assert lowers(jax.grad(loss, argnums=range(5)), *arrays)
+
+
+def test_says_what_it_lacks():
+    inputs = example(OP, dict(B=1, T=64, H=1, K=64, V=64))
+    with pytest.raises(NotImplementedError, match="'pallas_gpu' needs q, k and v in bfloat16"):
+        gated_linear_attention(inputs, implementation="pallas_gpu")
+    with pytest.raises(NotImplementedError, match="no decay a key channel"):
+        vector = example(OP + "_vector", dict(B=1, T=64, H=1, K=64, V=64))
+        gated_linear_attention(vector, implementation="pallas_gpu")
+    halves = [jnp.zeros((1, 64, 1, 32), jnp.bfloat16)] * 3
+    assert pallas_gpu.lacks(*halves, jnp.zeros((1, 64, 1))) == "needs an NVIDIA Hopper GPU"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key_size", tiles.SIZES)
+@pytest.mark.parametrize("value_size", tiles.SIZES)
+def test_accuracy_on_a_gpu(key_size, value_size):
+    found, wanted = against_float64(dict(B=2, T=500, H=3, K=key_size, V=value_size), 70, 131, 320)
+    assert_close(found, wanted, limit=LIMIT)
