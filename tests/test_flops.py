@@ -78,7 +78,10 @@ def unrolled(monkeypatch):
         monkeypatch.setattr(jax.lax, loop, partial(getattr(jax.lax, loop), unroll=True))
 
 
-@pytest.mark.parametrize("case", CASES)
+OF_OTHERS = ("hawk_mesa", "gated_deltanet")  # which have what others have: here in all tests, not the quick ones
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in OF_OTHERS)) for case in CASES])
 def test_flops_are_those_the_compiler_counts(case, unrolled):
     """Of the whole model's loss and its gradient. XLA counts elementwise work too, one or two per cent here. Nothing is
     recomputed: what an op's VJP computes again is written out beside its first computation, and XLA merges the two."""

@@ -119,6 +119,7 @@ def test_slow_storage_does_not_hold_up_the_steps(bucket):
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_step_that_was_not_finished_is_none(bucket):
     """A process was killed while it wrote a step: the one before counts, and the step can be written again."""
     state = {"params": {"w": jnp.arange(10.0)}, "step": jnp.int32(1)}

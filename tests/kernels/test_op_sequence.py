@@ -93,7 +93,7 @@ def assert_equal_on(mesh, op, options=None, sizes=SIZES, **kwargs):
     return compiled
 
 
-QUICK = ("delta_rule", "mlstm", "linear_scan", "diagonal_ssm", "attention")  # Mesa's states: tests/test_sequence.py
+QUICK = ("delta_rule", "mlstm", "linear_scan", "attention")  # Mesa's states: tests/test_sequence.py
 CASES = [
     *((op, {}) for op in QUICK),
     ("attention", {"window": 40}),

@@ -183,7 +183,9 @@ def test_state_keeps_its_shape(variant):
     assert jax.eval_shape(lambda: empty) == state
 
 
-@variants
+@pytest.mark.parametrize(
+    "variant", [name if name in MIXERS else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
+)
 def test_bfloat16(variant):
     """Outputs keep the dtype, gradients of parameters are float32 and finite, all near those of float32.
 
