@@ -61,6 +61,9 @@ BY_HEAD = (
 def main():
     arguments = parse_arguments()
     names = list(OPS) if arguments.op == "all" else [arguments.op]
+    known = {shape for op in names for shape in shapes.SHAPES[op]}
+    if arguments.shape not in known | {"all"}:
+        raise SystemExit(f"--shape={arguments.shape}: choose from {', '.join(sorted(known))}, all")
     print("".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
     rows = []
     for op in names:
