@@ -1,5 +1,6 @@
 """Commands that run one after another, and several such chains at once on one GPU."""
 
+import itertools
 import os
 import pathlib
 import subprocess
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 Command = Sequence[str]
+Chains = Mapping[str, Sequence[Command]]
 
 
 def module(name: str) -> list[str]:
@@ -16,7 +18,22 @@ def module(name: str) -> list[str]:
     return [sys.executable, "-m", f"mesanet_jax.{name}"]
 
 
-def run_together(chains: Mapping[str, Sequence[Command]], logs: pathlib.Path, *, jobs: int) -> bool:
+def carry_out(
+    first: Command, chains: Chains, reports: Sequence[Command], out: pathlib.Path, *, jobs: int, dry: bool
+) -> bool:
+    """Whether all ended well: a command that needs the GPU alone, then the chains, then what reports on them.
+
+    `dry` prints the commands, and runs none.
+    """
+    if dry:
+        for command in (first, *itertools.chain.from_iterable(chains.values()), *reports):
+            print(f"$ {' '.join(command)}")
+        return True
+    good = [run([first], out / "first.log"), run_together(chains, out, jobs=jobs), run(reports, out / "reports.log")]
+    return all(good)
+
+
+def run_together(chains: Chains, logs: pathlib.Path, *, jobs: int) -> bool:
     """Whether all chains ended well, `jobs` at once, each with its share of the GPU's memory and LOGS/NAME.log."""
     with ThreadPoolExecutor(jobs) as pool:
         one = lambda name: run(chains[name], logs / f"{name}.log", share=0.9 / jobs)

@@ -11,7 +11,6 @@ stopped. --dry_run prints the commands alone. `--config.FIELD=VALUE` holds for t
 for those on recall.
 """
 
-import itertools
 import pathlib
 import sys
 
@@ -21,7 +20,7 @@ from mesanet_jax.data.rows import PackedRows
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for `scripts`
 
-from scripts.chains import module, run, run_together  # noqa: E402
+from scripts.chains import carry_out, module  # noqa: E402
 
 # The Transformer that Maglev's cost is measured against is the last.
 MODELS = (
@@ -42,14 +41,7 @@ def main(argv: list[str]) -> int:
     flags.add_argument("--jobs", type=int, default=1, help="runs on the GPU at once; their speeds then mean nothing")
     flags.add_argument("--dry_run", action="store_true", help="print the commands alone")
     args, overrides = cli.parse(flags, argv)
-    cost, chains, reports = commands(args, overrides)
-    if args.dry_run:
-        for command in (cost, *itertools.chain.from_iterable(chains.values()), *reports):
-            print(f"$ {' '.join(command)}")
-        return 0
-    good = [run([cost], args.out / "cost.log"), run_together(chains, args.out, jobs=args.jobs)]
-    good.append(run(reports, args.out / "reports.log"))
-    return 0 if all(good) else 1
+    return 0 if carry_out(*commands(args, overrides), args.out, jobs=args.jobs, dry=args.dry_run) else 1
 
 
 def commands(args, overrides: dict[str, str]) -> tuple[list[str], dict[str, list[list[str]]], list[list[str]]]:

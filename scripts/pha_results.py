@@ -11,7 +11,6 @@ command, and running this again goes on where it stopped: runs resume, and what 
 prints the commands alone. `--config.FIELD=VALUE` holds for every run.
 """
 
-import itertools
 import json
 import pathlib
 import statistics
@@ -24,7 +23,7 @@ from mesanet_jax.evaluate import file_name, markdown_table
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for `scripts`
 
-from scripts.chains import module, run, run_together  # noqa: E402
+from scripts.chains import carry_out, module  # noqa: E402
 
 VARIANTS = (
     "", "-attention_only", "-sequential", "-no_gss", "-no_attention", "-no_auxiliary", "-uniform", "-no_branch_norm", "-alpha1"
@@ -52,17 +51,11 @@ def main(argv: list[str]) -> int:
     flags.add_argument("--jobs", type=int, default=1, help="runs on the GPU at once; their speeds then mean nothing")
     flags.add_argument("--dry_run", action="store_true", help="print the commands alone")
     args, overrides = cli.parse(flags, argv)
-    efficiency, chains, reports = commands(args, overrides)
-    if args.dry_run:
-        for command in (efficiency, *itertools.chain.from_iterable(chains.values()), *reports):
-            print(f"$ {' '.join(command)}")
-        return 0
-    good = [run([efficiency], args.out / "efficiency.log")]
-    good.append(run_together(chains, args.out, jobs=args.jobs))
-    good.append(run(reports, args.out / "reports.log"))
-    (args.out / "seeds.md").write_text(table(args) + "\n")
-    print((args.out / "seeds.md").read_text())
-    return 0 if all(good) else 1
+    good = carry_out(*commands(args, overrides), args.out, jobs=args.jobs, dry=args.dry_run)
+    if not args.dry_run:
+        (args.out / "seeds.md").write_text(table(args) + "\n")
+        print((args.out / "seeds.md").read_text())
+    return 0 if good else 1
 
 
 def commands(args, overrides: dict[str, str]) -> tuple[list[str], dict[str, list[list[str]]], list[list[str]]]:

@@ -5,7 +5,7 @@ import json
 from configs import pha
 from mesanet_jax import cli
 from mesanet_jax import config as config_lib
-from scripts import pha_results
+from scripts import chains, pha_results
 
 
 def printed(capsys, *argv):
@@ -60,6 +60,6 @@ def test_finished_evaluations_are_not_repeated_and_are_tabled(tmp_path, capsys):
 def test_a_failed_command_ends_its_chain(tmp_path, capsys):
     log = tmp_path / "logs" / "chain.log"
     fails, never = ["python3", "-c", "raise SystemExit(3)"], ["python3", "-c", "print('ran')"]
-    assert not pha_results.run([fails, never], log) and "ran" not in log.read_text()
-    assert pha_results.run([never], log) and "ran" in log.read_text()
+    assert not chains.run([fails, never], log) and "ran" not in log.read_text()
+    assert chains.run([never], log) and "ran" in log.read_text()
     assert "exit status 3" in capsys.readouterr().out

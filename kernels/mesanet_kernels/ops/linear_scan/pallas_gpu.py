@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mesanet_kernels.checks import require
+from mesanet_kernels.gpu import tiles
 from mesanet_kernels.ops.linear_scan.differentiable import starts
 from mesanet_kernels.partition import partitioned
 
@@ -30,12 +31,11 @@ def linear_scan(x_BTD, a_BTD, state_BD, segment_ids_BT):
 
 def lacks(x_BTD, a_BTD):
     """What the call needs and the kernel has not, as the end of a sentence; "" where it can do it."""
-    reasons = {
-        "needs an NVIDIA Hopper GPU": jax.default_backend() != "gpu" or jax.devices()[0].compute_capability != "9.0",
-        "has no float64": jnp.float64 in (x_BTD.dtype, a_BTD.dtype),
-        f"needs at least {CHANNELS} channels": x_BTD.shape[-1] < CHANNELS,
-    }
-    return next((reason for reason, applies in reasons.items() if applies), "")
+    if jnp.float64 in (x_BTD.dtype, a_BTD.dtype):
+        return "has no float64"
+    if x_BTD.shape[-1] < CHANNELS:
+        return f"needs at least {CHANNELS} channels"
+    return tiles.lacks(())
 
 
 @jax.custom_vjp
@@ -144,7 +144,7 @@ def _decay(a, starts, row, t, channels):
 
 
 def _load(ref):
-    return plgpu.load(ref, layout=LANES, optimized=False).astype(jnp.float32)
+    return tiles.untiled(ref, LANES).astype(jnp.float32)
 
 
 def _call(kernel, out_type, like_BTD):

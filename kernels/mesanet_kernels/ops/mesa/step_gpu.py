@@ -14,12 +14,12 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mesanet_kernels.checks import require
+from mesanet_kernels.gpu import tiles
 from mesanet_kernels.ops.mesa import xla
 from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
 from mesanet_kernels.partition import partitioned
 
-KEY_SIZES = (64, 128)
-MATRIX = plgpu.Layout.WGMMA
+MATRIX = tiles.ROWS
 ROW, COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)  # of a vector that goes down the rows, or along the columns
 AXES = ("BHK", "BHK", "BHV", "BHK", "BHK", "HK", "BHKK", "BHKV")
 RESULTS = ("BHV", "BHKK", "BHKV", "BH")
@@ -68,13 +68,11 @@ _step.defvjp(_forward, _backward)
 
 def lacks(options, k_BHK, v_BHV, *state):
     """What the call needs and the kernel has not, as the end of a sentence; "" where it can do it."""
-    reasons = {
-        "needs an NVIDIA Hopper GPU": jax.default_backend() != "gpu" or jax.devices()[0].compute_capability != "9.0",
-        f"has no solver {options.solver!r}": options.solver != "cg",
-        "needs a float32 state": {x.dtype for x in state} != {jnp.dtype(jnp.float32)},
-        f"needs key and value sizes in {KEY_SIZES}": not {k_BHK.shape[-1], v_BHV.shape[-1]} <= set(KEY_SIZES),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), "")
+    if options.solver != "cg":
+        return f"has no solver {options.solver!r}"
+    if any(x.dtype != jnp.float32 for x in state):
+        return "needs a float32 state"
+    return tiles.lacks((k_BHK.shape[-1], v_BHV.shape[-1]))
 
 
 def _flat(kernel, *arrays):
@@ -93,10 +91,12 @@ def _kernel(q_RK, k_RK, v_RV, added_RK, decay_RK, lam_HK, h_kk_RKK, h_kv_RKV, *,
         r = lax.axis_index("row")
         down = lambda x_K, columns: lax.broadcast_in_dim(x_K, (size, columns), [0])
         along = lambda x_V: lax.broadcast_in_dim(x_V, (size, x_V.shape[0]), [1])
-        added_K, decay_K = _load(added.at[r], ROW), _load(decay.at[r], ROW)
-        lam_K = _load(lam.at[r % lam_HK.shape[0]], ROW)
+        added_K, decay_K = tiles.untiled(added.at[r], ROW), tiles.untiled(decay.at[r], ROW)
+        lam_K = tiles.untiled(lam.at[r % lam_HK.shape[0]], ROW)
 
-        h_KK = down(decay_K, size) * _load(h_kk.at[r], MATRIX) + down(added_K, size) * along(_load(k.at[r], COLUMN))
+        h_KK = down(decay_K, size) * tiles.untiled(h_kk.at[r], MATRIX) + down(added_K, size) * along(
+            tiles.untiled(k.at[r], COLUMN)
+        )
         h_kk_out[r, ...] = h_KK
         on_diagonal_KK = plgpu.broadcasted_iota(jnp.int32, (size, size), 0, layout=MATRIX) == plgpu.broadcasted_iota(
             jnp.int32, (size, size), 1, layout=MATRIX
@@ -106,9 +106,9 @@ def _kernel(q_RK, k_RK, v_RV, added_RK, decay_RK, lam_HK, h_kk_RKK, h_kv_RKV, *,
         def image(p_K):
             """(H + lam) p: p goes along the columns by way of shared memory, and the sums down the rows."""
             vector_s[...] = p_K
-            return jnp.sum(h_KK * along(_load(vector_s, COLUMN)), axis=1) + lam_K * p_K
+            return jnp.sum(h_KK * along(tiles.untiled(vector_s, COLUMN)), axis=1) + lam_K * p_K
 
-        q_K = _load(q.at[r], ROW)
+        q_K = tiles.untiled(q.at[r], ROW)
         x_K = q_K / (diagonal_K + lam_K)
         residual_K = q_K - image(x_K)
         delta = jnp.sum(residual_K * residual_K)
@@ -127,7 +127,9 @@ def _kernel(q_RK, k_RK, v_RV, added_RK, decay_RK, lam_HK, h_kk_RKK, h_kv_RKV, *,
         steps, x_K, *_ = lax.while_loop(lambda state: (state[0] < max_iters) & (state[4] > stop), advance, state)
         iterations_out[r] = steps
 
-        g_KV = down(decay_K, width) * _load(h_kv.at[r], MATRIX) + down(added_K, width) * along(_load(v.at[r], COLUMN))
+        g_KV = down(decay_K, width) * tiles.untiled(h_kv.at[r], MATRIX) + down(added_K, width) * along(
+            tiles.untiled(v.at[r], COLUMN)
+        )
         h_kv_out[r, ...] = g_KV
         o_out[r, ...] = jnp.sum(down(x_K, width) * g_KV, axis=0)
 
@@ -147,7 +149,3 @@ def _kernel(q_RK, k_RK, v_RV, added_RK, decay_RK, lam_HK, h_kk_RKK, h_kv_RKV, *,
             reduction_scratch_bytes=4 * 4 * 128,  # a number of each warp and column
         ),
     )(q_RK, k_RK, v_RV, added_RK, decay_RK, lam_HK, h_kk_RKK, h_kv_RKV)
-
-
-def _load(ref, layout):
-    return plgpu.load(ref, layout=layout, optimized=False)
