@@ -174,8 +174,8 @@ def draw(png: pathlib.Path, panels: dict, lengths: list[int]) -> None:
             for (spec, values), colour in zip(by_config.items(), plots.COLOURS):
                 axis.plot(lengths, values, "o-", color=colour, label=spec.rpartition("/")[2].replace(".py", ""))
             axis.set_xscale("log", base=2)
-            axis.margins(y=0.08)
-            axis.set(title=label, ylim=(0, None), xticks=lengths, xticklabels=lengths)
+            top = 1.08 * np.nanmax([value for values in by_config.values() for value in values])
+            axis.set(title=label, ylim=(0, top), xticks=lengths, xticklabels=lengths)
         axes[0, 0].legend()
         figure.supxlabel("tokens of a text")
         figure.savefig(png)

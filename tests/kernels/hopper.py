@@ -14,10 +14,10 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-def _product(shape, *factors):
+def _product(shape, *factors, start=0.0):
     """`tiles.product` without the matrix instructions, which the interpreter does not have."""
     del shape
-    return sum(jax.lax.dot(_value(a), _value(b), preferred_element_type=jnp.float32) for a, b in factors)
+    return start + sum(jax.lax.dot(_value(a), _value(b), preferred_element_type=jnp.float32) for a, b in factors)
 
 
 def _value(x):

@@ -46,15 +46,25 @@ def per_row(x_C, columns):
     return lax.broadcast_in_dim(x_C, (x_C.shape[0], columns), [0])
 
 
-def product(shape, *factors):
-    """The sum of a @ b over all (a, b) of `factors`, float32 in registers; a may be in registers too."""
+def per_column(x_D, rows):
+    """[rows, D] whose columns repeat the numbers of a vector in `ROWS.reduce(0)`."""
+    return lax.broadcast_in_dim(x_D, (rows, x_D.shape[0]), [1])
+
+
+def product(shape, *factors, start=None):
+    """The sum of a @ b over all (a, b) of `factors` and of `start`, float32 in registers; a may be in registers too."""
 
     def multiply(sum_ref):
         for a, b in factors:
             plgpu.wgmma(sum_ref, a, b)
+
+    def multiply_and_read(sum_ref):
+        multiply(sum_ref)
         return sum_ref[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    if start is None:
+        return pl.run_scoped(multiply_and_read, plgpu.ACC(shape, jnp.float32))
+    return pl.run_state(multiply)(plgpu.ACC.init(start))
 
 
 def fetch(copies, loaded):

@@ -5,9 +5,10 @@ The chunk's keys, mask and entering state are loaded once and stay on the SM whi
 is a sum of two float16 matrices, directions are rounded at unit size, and the first residual, which is large where
 keys repeat, is computed from a starting point in two parts.
 
-B batch, T time, N chunks, C tokens of a chunk, H heads, K key size.
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, D columns of a block.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -17,12 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mesanet_kernels.gpu import tiles
-from mesanet_kernels.gpu.tiles import CHUNK, ROWS
+from mesanet_kernels.gpu.tiles import BLOCK, CHUNK, ROWS
 from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
 
 HALF = jnp.float16
 HALF_BITS = tiles.DROPPED[jnp.dtype(HALF)]
 RESULTS = 2  # parts of a solution: where keys repeat, what they have in common with it is its last bits
+PADDING = 8  # numbers after each row of a matrix that only threads read, each its own: no two meet in a bank
 SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
 
@@ -38,45 +40,60 @@ def solve(rhs_parts, k_BTHK, parts_NBHKK, diagonal_NBHK, intra_NBHCC, enter_NBHC
     """
     count, batch, heads, _ = enter_NBHC.shape
     size, half = k_BTHK.shape[-1], k_BTHK.dtype
+    blocks = range(size // BLOCK)
+    upper = [(i, j) for i in blocks for j in blocks if i <= j]  # of a symmetric matrix
 
     def kernel(rhs, k, high, low, diagonal, intra, enter, lam, x_out, iterations_out, *scratch):
-        keys_s, rows_s, high_or_result_s, low_s, loaded, matrix_loaded = scratch
+        keys_s, rows_s, state_or_result_s, intra_s, lam_s, loaded, state_loaded = scratch
         b, n, h = (lax.axis_index(name) for name in ("row", "chunk", "head"))
-        tokens = pl.ds(n * CHUNK, CHUNK)
+        tokens, columns = pl.ds(n * CHUNK, CHUNK), [pl.ds(BLOCK * j, BLOCK) for j in blocks]
         # What is read first and what is computed last share memory, so that two chunks fit on an SM.
         raw_k_s, k_s = keys_s
-        rhs_s, x_s = rows_s
-        high_s, result_s = high_or_result_s
-        tiles.fetch(zip([x.at[b, tokens, h] for x in (*rhs, k)], (*rhs_s, raw_k_s)), loaded)
-        tiles.fetch([(high.at[n, b, h], high_s), (low.at[n, b, h], low_s)], matrix_loaded)
+        rhs_s, padded_x_s = rows_s
+        x_s = [x.at[:, :BLOCK] for x in padded_x_s]
+        state_s, result_s = state_or_result_s
+        rows = lambda refs, targets: [
+            (x.at[b, tokens, h, columns[j]], y[j]) for x, y in zip(refs, targets) for j in blocks
+        ]
+        tiles.fetch([*rows([*rhs, k], [*rhs_s, raw_k_s]), (lam.at[h], lam_s)], loaded)
+        block = lambda x, i, j: x.at[n, b, h, columns[i], columns[j]]
+        tiles.fetch(
+            [(block(x, *ij), y) for x, y_s in zip((high, low), state_s) for ij, y in zip(upper, y_s)], state_loaded
+        )
         intra_CC = tiles.untiled(intra.at[n, b, h])
+        intra_s[...] = intra_CC.astype(HALF)
         enter_C = tiles.untiled(enter.at[n, b, h], ROWS.reduce(1))
-        column = lambda ref: lax.broadcast_in_dim(tiles.untiled(ref, ROWS.reduce(0)), (CHUNK, size), [1])
-        lam_CK, before_CK = column(lam.at[h]), column(diagonal.at[n, b, h])
+        before = [tiles.per_column(tiles.untiled(diagonal.at[n, b, h, c], ROWS.reduce(0)), CHUNK) for c in columns]
 
         plgpu.barrier_wait(loaded)
-        k_CK = tiles.tile(raw_k_s)
-        raw_k_s[...] = (k_CK * k_CK).astype(half)
+        keys = [tiles.tile(x) for x in raw_k_s]
+        tiles.store([x * x for x in keys], raw_k_s)
         plgpu.commit_smem()
-        inside_CK = tiles.product((CHUNK, size), (intra_CC.astype(half), raw_k_s))
-        diagonal_CK = inside_CK + tiles.per_row(enter_C, size) * before_CK + lam_CK
-        k_s[...] = k_CK.astype(HALF)
+        squares = [tiles.product((CHUNK, BLOCK), (intra_CC.astype(half), x)) for x in raw_k_s]
+        operator = Operator(k_s, [dict(zip(upper, y_s)) for y_s in state_s], intra_s, enter_C, lam_s)
+        entering = tiles.per_row(enter_C, BLOCK)
+        diagonals = [a + entering * c + operator.lam(j) for a, c, j in zip(squares, before, blocks)]
+        tiles.store(keys, k_s)
         plgpu.commit_smem()
-        norm_C = _norm(tiles.total(rhs_s))
-        unit = lambda: tiles.total(rhs_s) / tiles.per_row(norm_C, size)
-        start_CK = unit() / diagonal_CK
+        norm_C = _norm(_right_hand_side(rhs_s))
+        inverse = tiles.per_row(1 / norm_C, BLOCK)
+        unit = lambda: [x * inverse for x in _right_hand_side(rhs_s)]
+        root = [lax.rsqrt(d) for d in diagonals]  # one instruction, a division takes eight
+        start = [x * r * r for x, r in zip(unit(), root)]
 
-        plgpu.barrier_wait(matrix_loaded)
-        operator = Operator(k_s, high_s, low_s, intra_CC, enter_C, lam_CK)
-        iterations_out[n, b, h, ...] = iterate(operator, unit, start_CK, x_s, max_iters=max_iters, tol=tol)
-        x_CK = tiles.tile(x_s) * tiles.per_row(norm_C, size)
-        tiles.store(tiles.cut(x_CK, RESULTS, half), result_s)
+        plgpu.barrier_wait(state_loaded)
+        iterations_out[n, b, h, ...] = iterate(operator, unit, start, x_s, max_iters=max_iters, tol=tol)
+        norm = tiles.per_row(norm_C, BLOCK)
+        for j in blocks:
+            parts = tiles.cut(tiles.untiled(x_s[j]) * norm, RESULTS, half)
+            tiles.store(parts, [part_s[j] for part_s in result_s])
         plgpu.commit_smem()
         for source, target in zip(result_s, x_out):
-            plgpu.copy_smem_to_gmem(source, target.at[b, tokens, h])
+            for j in blocks:
+                plgpu.copy_smem_to_gmem(source[j], target.at[b, tokens, h, columns[j]])
         plgpu.wait_smem_to_gmem(0)
 
-    rows = lambda dtype: tiles.shared(CHUNK, size, dtype=dtype)
+    rows = lambda dtype: [tiles.shared(CHUNK, BLOCK, dtype=dtype) for _ in blocks]
     return plgpu.kernel(
         kernel,
         out_type=(
@@ -87,81 +104,124 @@ def solve(rhs_parts, k_BTHK, parts_NBHKK, diagonal_NBHK, intra_NBHCC, enter_NBHC
         grid_names=("row", "chunk", "head"),
         scratch_types=[
             plgpu.RefUnion(rows(half), rows(HALF)),
-            plgpu.RefUnion([rows(half) for _ in rhs_parts], rows(jnp.float32)),
-            plgpu.RefUnion(tiles.shared(size, size, dtype=HALF), [rows(half)] * RESULTS),
-            tiles.shared(size, size, dtype=HALF),
-            plgpu.Barrier(num_arrivals=len(rhs_parts) + 1),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.RefUnion(
+                [rows(half) for _ in rhs_parts], [plgpu.SMEM((CHUNK, BLOCK + PADDING), jnp.float32) for _ in blocks]
+            ),
+            plgpu.RefUnion(
+                [[tiles.shared(BLOCK, BLOCK, dtype=HALF) for _ in upper] for _ in parts_NBHKK],
+                [rows(half) for _ in range(RESULTS)],
+            ),
+            tiles.shared(CHUNK, CHUNK, dtype=HALF),
+            plgpu.SMEM((size,), jnp.float32),
+            plgpu.Barrier(num_arrivals=len(blocks) * (len(rhs_parts) + 1) + 1),
+            plgpu.Barrier(num_arrivals=len(upper) * len(parts_NBHKK)),
         ],
         compiler_params=tiles.COMPILER,
     )(rhs_parts, k_BTHK, *parts_NBHKK, diagonal_NBHK, intra_NBHCC, enter_NBHC, lam_HK)
 
 
-def _norm(x_CK):
+def _right_hand_side(parts_s):
+    """The sum of parts, each a list of blocks in shared memory: a list of blocks in registers."""
+    return [tiles.total(block) for block in zip(*parts_s)]
+
+
+def _sum_of_rows(blocks):
+    return sum(jnp.sum(x_CD, axis=1) for x_CD in blocks)
+
+
+def _largest_of_rows(blocks):
+    return functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x_CD), axis=1) for x_CD in blocks))
+
+
+def _norm(blocks):
     """Of every row; 1 of a zero row. By the largest entry first: squares of 1e-30 are 0."""
-    largest_C = jnp.max(jnp.abs(x_CK), axis=1)
+    largest_C = _largest_of_rows(blocks)
     largest_C = jnp.where(largest_C > SMALLEST, largest_C, 1.0)
-    scaled_CK = x_CK / tiles.per_row(largest_C, x_CK.shape[1])
-    squares_C = jnp.sum(scaled_CK * scaled_CK, axis=1)
+    inverse = tiles.per_row(1 / largest_C, BLOCK)
+    squares_C = _sum_of_rows([(x_CD * inverse) * (x_CD * inverse) for x_CD in blocks])
     return largest_C * jnp.sqrt(jnp.where(squares_C > 0, squares_C, 1.0))
 
 
 class Operator(NamedTuple):
-    """A chunk's H_t + Lambda: keys and both parts of the entering state in shared memory, weights in registers."""
+    """A chunk's H_t + Lambda, all of it in shared memory but for the decay of the entering state."""
 
-    k_s: object
-    high_s: object
-    low_s: object
-    intra_CC: jax.Array
+    k_s: list
+    parts_s: list[dict]  # of the entering state, which is symmetric: the blocks (i, j) with i <= j
+    intra_s: object
     enter_C: jax.Array
-    lam_CK: jax.Array
+    lam_s: object
 
-    def image(self, p_CK):
-        """H_t p_t, of rows of about unit size, which float16 then holds."""
-        chunk, size = p_CK.shape
-        overlaps_CC = tiles.product((chunk, chunk), (p_CK.astype(HALF), self.k_s.transpose((1, 0))))
-        weighted_CC = (overlaps_CC * self.intra_CC).astype(HALF)
-        entering_CK = (p_CK * tiles.per_row(self.enter_C, size)).astype(HALF)
+    def lam(self, j):
+        """Lambda's block j, [C, D]."""
+        return tiles.per_column(tiles.untiled(self.lam_s.at[pl.ds(BLOCK * j, BLOCK)], ROWS.reduce(0)), CHUNK)
+
+    def image(self, p):
+        """H_t p_t, of rows of about unit size, which float16 then holds; blocks of columns to blocks of columns."""
+        p = [p_CD.astype(HALF) for p_CD in p]
+        overlaps_CC = tiles.product((CHUNK, CHUNK), *((p_CD, k_s.transpose((1, 0))) for p_CD, k_s in zip(p, self.k_s)))
+        weighted_CC = (overlaps_CC * tiles.tile(self.intra_s)).astype(HALF)
+        entering = tiles.per_row(self.enter_C, BLOCK)
+        return [
+            tiles.product((CHUNK, BLOCK), (weighted_CC, k_s), start=entering * self._state(p, j))
+            for j, k_s in enumerate(self.k_s)
+        ]
+
+    def _state(self, p, j):
+        """Block j of p_t's image under the state that enters the chunk."""
+        block = lambda part, i: part[i, j] if i <= j else part[j, i].transpose((1, 0))
         return tiles.product(
-            (chunk, size), (weighted_CC, self.k_s), (entering_CK, self.high_s), (entering_CK, self.low_s)
+            (CHUNK, BLOCK), *((p_CD, block(part, i)) for part in self.parts_s for i, p_CD in enumerate(p))
         )
 
 
-def iterate(operator, unit, x_CK, x_s, *, max_iters, tol):
-    """Conjugate gradients on a chunk's rows, from x_CK; the solution is left in x_s, float32.
+def iterate(operator, unit, x, x_s, *, max_iters, tol):
+    """Conjugate gradients on a chunk's rows, from x; the solution is left in x_s, float32.
 
-    unit: gives the right-hand sides [C, K], rows of unit size, when they are needed.
+    Residuals and directions are kept in units of the residual's norm, so that float16 holds a direction as it is.
+    unit: gives the right-hand sides, rows of unit size, when they are needed. All are lists of blocks of columns.
     Returns the steps of each row, int32 [C].
     """
-    chunk, size = x_CK.shape
-    sum_of_rows = lambda x_CK: jnp.sum(x_CK, axis=1)
-    per_row = lambda x_C: tiles.per_row(x_C, size)
+    blocks = range(len(x))
+    per_row = lambda x_C: tiles.per_row(x_C, BLOCK)
 
     # The residual of the starting point, whose rows are scaled to unit size and cut in two float16 parts.
-    scale_CK = per_row(jnp.maximum(jnp.max(jnp.abs(x_CK), axis=1), ROUNDING**4))
-    high_CK = tiles.leading_bits(x_CK / scale_CK, dropped=HALF_BITS)
-    low_CK = (x_CK / scale_CK - high_CK) * 2.0**HALF_BITS
-    image_CK = scale_CK * (operator.image(high_CK) + operator.image(low_CK) * 2.0**-HALF_BITS)
-    residual_CK = unit() - image_CK - operator.lam_CK * x_CK
-    x_s[...] = x_CK  # the least used of the iterates: registers hold the others
-    delta_C = sum_of_rows(residual_CK * residual_CK)
-    stop_C = max(tol, ROUNDING) ** 2 * delta_C
+    scale_C = jnp.maximum(_largest_of_rows(x), ROUNDING**4)
+    inverse, scale = per_row(1 / scale_C), per_row(scale_C)
+    high = [tiles.leading_bits(x_CD * inverse, dropped=HALF_BITS) for x_CD in x]
+    low = [(x_CD * inverse - high_CD) * 2.0**HALF_BITS for x_CD, high_CD in zip(x, high)]
+    images = zip(operator.image(high), operator.image(low))
+    images = [scale * (a + b * 2.0**-HALF_BITS) for a, b in images]
+    residual = [b - a - operator.lam(j) * x_CD for j, b, a, x_CD in zip(blocks, unit(), images, x)]
+    tiles.store(x, x_s)  # the least used of the iterates: registers hold the others
+    delta_C = _sum_of_rows([r * r for r in residual])
+    size_C, inverse = jnp.sqrt(delta_C), per_row(_inverse_root(delta_C))
+    residual = [r * inverse for r in residual]
+    rest_C = max(tol, ROUNDING) * size_C
 
     def advance(state):
-        step, residual_CK, direction_CK, delta_C, iterations_C = state
-        active_C = delta_C > stop_C
-        norm_CK = per_row(jnp.sqrt(jnp.where(active_C, delta_C, 1.0)))
-        image_CK = norm_CK * operator.image(direction_CK / norm_CK) + operator.lam_CK * direction_CK
-        curvature_C = sum_of_rows(direction_CK * image_CK)
-        length_CK = per_row(divide(delta_C, curvature_C, active_C))
-        x_s[...] = x_s[...] + length_CK * direction_CK
-        residual_CK = residual_CK - length_CK * image_CK
-        next_C = jnp.where(active_C, sum_of_rows(residual_CK * residual_CK), delta_C)
-        direction_CK = residual_CK + per_row(divide(next_C, delta_C, active_C)) * direction_CK
-        return step + 1, residual_CK, direction_CK, next_C, iterations_C + jnp.where(active_C, 1, 0)
+        step, residual, direction, size_C, iterations_C = state
+        active_C = size_C > rest_C
+        image = [a + operator.lam(j) * p for j, a, p in zip(blocks, operator.image(direction), direction)]
+        curvature_C = _sum_of_rows([p * a for p, a in zip(direction, image)])
+        length_C = divide(1.0, curvature_C, active_C)
+        length, moved = per_row(length_C), per_row(length_C * size_C)
+        residual = [r - length * a for r, a in zip(residual, image)]
+        for j, p in enumerate(direction):
+            x_s[j][...] = tiles.untiled(x_s[j]) + moved * p
+        delta_C = jnp.where(active_C, _sum_of_rows([r * r for r in residual]), 1.0)
+        change_C = jnp.sqrt(delta_C)
+        inverse, momentum = per_row(_inverse_root(delta_C)), per_row(jnp.where(active_C, change_C, 0.0))
+        residual = [inverse * r for r in residual]
+        direction = [r + momentum * p for r, p in zip(residual, direction)]
+        return step + 1, residual, direction, size_C * change_C, iterations_C + jnp.where(active_C, 1, 0)
 
-    none_C = plgpu.layout_cast(jnp.zeros((chunk,), jnp.int32), ROWS.reduce(1))
-    state = (jnp.int32(0), residual_CK, residual_CK, delta_C, none_C)
-    unfinished = lambda state: (state[0] < max_iters) & (jnp.max(state[3] - stop_C) > 0)
+    none_C = plgpu.layout_cast(jnp.zeros(size_C.shape, jnp.int32), ROWS.reduce(1))
+    state = (jnp.int32(0), residual, residual, size_C, none_C)
+    unfinished = lambda state: (state[0] < max_iters) & (jnp.max(state[3] - rest_C) > 0)
     *_, iterations_C = lax.while_loop(unfinished, advance, state)
     return iterations_C
+
+
+def _inverse_root(x_C):
+    """0 of 0: what has vanished stays away."""
+    return jnp.where(x_C > 0, lax.rsqrt(jnp.where(x_C > 0, x_C, 1.0)), 0.0)
