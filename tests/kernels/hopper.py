@@ -14,10 +14,11 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-def _product(shape, *factors, start=0.0):
+def _product(shape, *factors, start=None):
     """`tiles.product` without the matrix instructions, which the interpreter does not have."""
     del shape
-    return start + sum(jax.lax.dot(_value(a), _value(b), preferred_element_type=jnp.float32) for a, b in factors)
+    products = (jax.lax.dot(_value(a), _value(b), preferred_element_type=jnp.float32) for a, b in factors)
+    return sum(products, 0.0 if start is None else start)
 
 
 def _value(x):

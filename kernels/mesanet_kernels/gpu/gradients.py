@@ -48,62 +48,86 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
     """The `Gradients` of keys, values and weights: inputs bfloat16, T = N C; weights float32; `memories` a tuple."""
     count, batch, heads, _ = leave_NBHC.shape
     size, half = k_BTHK.shape[-1], k_BTHK.dtype
+    key_blocks = range(size // BLOCK)
 
     def kernel(q, k, intra, leave, memories, dv, dk, dintra, denter, dleave, dcarry, *scratch):
-        q_s, k_s, intra_s, leave_s, inner_s, block_s, loaded, block_loaded = scratch
+        q_s, k_s, inner_s, tokens_s, state_s, loaded, tokens_loaded, state_loaded = scratch
         b, n, h = (lax.axis_index(name) for name in ("row", "chunk", "head"))
-        tokens = pl.ds(n * CHUNK, CHUNK)
-        whole = [x.at[b, tokens, h] for x in (*q, k)] + [intra.at[n, b, h], leave.at[n, b, h]]
-        tiles.fetch(zip(whole, (*q_s, k_s, intra_s, leave_s)), loaded)
-        blocks = [(i, pl.ds(d, BLOCK)) for i, x in enumerate(dv) for d in range(0, x.shape[-1], BLOCK)]
-        # A memory of fewer parts than another leaves the rest of the block's memory alone.
-        block_of = [
-            Memory(block_s.v_BTHV, *(targets[: len(parts)] for targets, parts in zip(block_s[1:], memory[1:])))
-            for memory in memories
-        ]
+        tokens, columns = pl.ds(n * CHUNK, CHUNK), lambda j: pl.ds(BLOCK * j, BLOCK)
 
-        def fetch_block(i, columns):
-            v, do, states, dstates = memories[i]
-            of_tokens = [x.at[b, tokens, h, columns] for x in (v, *do)]
-            of_chunk = [x.at[n, b, h, :, columns] for x in (*states, *dstates)]
-            tiles.fetch(zip(of_tokens + of_chunk, _flat(block_of[i])), block_loaded[i])
+        def fetch_tokens(i, d):
+            parts = zip((memories[i].v_BTHV, *memories[i].do_parts), tokens_s)
+            tiles.fetch([(x.at[b, tokens, h, columns(d)], x_s) for x, x_s in parts], tokens_loaded[i])
 
-        fetch_block(*blocks[0])
+        def fetch_state(i, d, j):
+            pairs = zip((memories[i].states_parts, memories[i].dstates_parts), state_s)
+            block = lambda x: x.at[n, b, h, columns(j), columns(d)]
+            tiles.fetch([(block(x), x_s) for x_parts, s in pairs for x, x_s in zip(x_parts, s)], state_loaded[i])
+
+        every = zip((*q, k), (*q_s, k_s))
+        tiles.fetch([(x.at[b, tokens, h, columns(j)], x_s[j]) for x, x_s in every for j in key_blocks], loaded)
+        steps = [(i, d) for i, x in enumerate(dv) for d in range(x.shape[-1] // BLOCK)]
+        fetch_tokens(*steps[0])
+        fetch_state(*steps[0], 0)
+        leave_C = tiles.untiled(leave.at[n, b, h], tiles.ROWS.reduce(1))
+        per_token = tiles.per_row(leave_C, BLOCK)
+
         plgpu.barrier_wait(loaded)
-        leave_C = tiles.untiled(leave_s, tiles.ROWS.reduce(1))
-        scores = lambda: tiles.product((CHUNK, CHUNK), *tiles.crossed(q_s, tiles.transposed([k_s])))
-        inner_s[...] = (scores() * tiles.tile(intra_s)).astype(half)
+        q_of_block = list(zip(*q_s))
+        factors = [pair for j in key_blocks for pair in tiles.crossed(q_of_block[j], tiles.transposed([k_s[j]]))]
+        scores = lambda: tiles.product((CHUNK, CHUNK), *factors)
+        inner_s[...] = (scores() * tiles.untiled(intra.at[n, b, h])).astype(half)
         plgpu.commit_smem()
-        sums = ()
-        for (i, columns), following in zip(blocks, [*blocks[1:], None]):
-            plgpu.barrier_wait(block_loaded[i])
-            of_block, dv_CD = _of_block(q_s, k_s, inner_s, leave_C, block_of[i])
-            sums = tuple(a + b for a, b in zip(sums, of_block)) or of_block
-            block_s.v_BTHV[...] = dv_CD.astype(half)
+        dinner_CC, denter_C = None, 0.0
+        written, carried = [None for _ in key_blocks], [0.0 for _ in key_blocks]
+        for step, following in zip(steps, [*steps[1:], None]):
+            i = step[0]
+            v_s, *do_s = tokens_s[: 1 + len(memories[i].do_parts)]
+            s_parts, ds_parts = (
+                x_s[: len(parts)] for x_s, parts in zip(state_s, (memories[i].states_parts, memories[i].dstates_parts))
+            )
+            read_CD, kept_CD = None, None
+            plgpu.barrier_wait(tokens_loaded[i])
+            for j in key_blocks:
+                plgpu.barrier_wait(state_loaded[i])
+                carried[j] += jnp.sum(tiles.total(s_parts) * tiles.total(ds_parts), axis=1)
+                read_CD = tiles.product((CHUNK, BLOCK), *tiles.crossed(q_of_block[j], s_parts), start=read_CD)
+                kept_CD = tiles.product((CHUNK, BLOCK), *tiles.crossed([k_s[j]], ds_parts), start=kept_CD)
+                into_keys = tiles.crossed([v_s], tiles.transposed(ds_parts))
+                written[j] = tiles.product((CHUNK, BLOCK), *into_keys, start=written[j])
+                plgpu.commit_smem()  # all warps are past the block
+                if j + 1 < len(key_blocks):
+                    fetch_state(*step, j + 1)
+                elif following:
+                    fetch_state(*following, 0)
+            denter_C += jnp.sum(tiles.total(do_s) * read_CD, axis=1)
+            dinner_CC = tiles.product((CHUNK, CHUNK), *tiles.crossed(do_s, tiles.transposed([v_s])), start=dinner_CC)
+            inside = tiles.crossed(tiles.transposed([inner_s]), do_s)
+            v_s[...] = tiles.product((CHUNK, BLOCK), *inside, start=per_token * kept_CD).astype(half)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(block_s.v_BTHV, dv[i].at[b, tokens, h, columns])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.copy_smem_to_gmem(v_s, dv[i].at[b, tokens, h, columns(step[1])])
             if following:
-                fetch_block(*following)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                fetch_tokens(*following)
 
-        dinner_CC, written_CK, denter_C, dcarry_K = sums
-        inner_s[...] = (dinner_CC * tiles.tile(intra_s)).astype(half)
         # The scores again: to keep them would take more registers than there are.
-        intra_s[...] = dinner_CC * scores()
-        dleave_C = jnp.sum(tiles.tile(k_s) * written_CK, axis=1)
+        dintra[n, b, h, ...] = dinner_CC * scores()
+        inner_s[...] = (dinner_CC * tiles.untiled(intra.at[n, b, h])).astype(half)
+        dleave_C = sum(jnp.sum(tiles.tile(k_s[j]) * written[j], axis=1) for j in key_blocks)
         plgpu.commit_smem()
-        inside_CK = tiles.product((CHUNK, size), *tiles.crossed(tiles.transposed([inner_s]), q_s))
-        k_s[...] = (inside_CK + tiles.per_row(leave_C, size) * written_CK).astype(half)
+        for j in key_blocks:
+            inside = tiles.crossed(tiles.transposed([inner_s]), q_of_block[j])
+            k_s[j][...] = tiles.product((CHUNK, BLOCK), *inside, start=per_token * written[j]).astype(half)
+            dcarry[n, b, h, columns(j)] = carried[j]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(k_s, dk.at[b, tokens, h])
-        plgpu.copy_smem_to_gmem(intra_s, dintra.at[n, b, h])
-        for target, value in ((denter, denter_C), (dleave, dleave_C), (dcarry, dcarry_K)):
-            target[n, b, h, ...] = value
+        for j in key_blocks:
+            plgpu.copy_smem_to_gmem(k_s[j], dk.at[b, tokens, h, columns(j)])
+        denter[n, b, h, ...], dleave[n, b, h, ...] = denter_C, dleave_C
         plgpu.wait_smem_to_gmem(0)
 
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    of_block = lambda rows: tiles.shared(rows, BLOCK, dtype=half)
-    most_parts = [max(map(len, parts)) for parts in list(zip(*memories))[1:]]
+    most_do, most_states, most_dstates = (max(map(len, parts)) for parts in list(zip(*memories))[1:])
+    block = tiles.shared(CHUNK, BLOCK, dtype=half)
     return Gradients(
         *plgpu.kernel(
             kernel,
@@ -117,39 +141,17 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
             ),
             grid=(batch, count, heads),
             grid_names=("row", "chunk", "head"),
+            # Of mesa's memories 112 KiB: two chunks on an SM.
             scratch_types=[
-                [tiles.shared(CHUNK, size, dtype=half) for _ in q_parts],
-                tiles.shared(CHUNK, size, dtype=half),
-                tiles.shared(CHUNK, CHUNK, dtype=jnp.float32),
-                plgpu.SMEM((CHUNK,), jnp.float32),
+                [[block for _ in key_blocks] for _ in q_parts],
+                [block for _ in key_blocks],
                 tiles.shared(CHUNK, CHUNK, dtype=half),
-                Memory(
-                    of_block(CHUNK), *([of_block(rows)] * most for rows, most in zip((CHUNK, size, size), most_parts))
-                ),
-                plgpu.Barrier(num_arrivals=len(q_parts) + 3),
-                [plgpu.Barrier(num_arrivals=len(jax.tree.leaves(memory))) for memory in memories],
+                [block] * (1 + most_do),
+                [[block] * most for most in (most_states, most_dstates)],
+                plgpu.Barrier(num_arrivals=len(key_blocks) * (len(q_parts) + 1)),
+                [plgpu.Barrier(num_arrivals=1 + len(memory.do_parts)) for memory in memories],
+                [plgpu.Barrier(num_arrivals=len(memory.states_parts + memory.dstates_parts)) for memory in memories],
             ],
             compiler_params=tiles.COMPILER,
         )(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories)
     )
-
-
-def _of_block(q_s, k_s, inner_s, leave_C, block):
-    """What 64 columns of a memory add to the sums over all columns, and dv of these columns."""
-    v_s, do_s, state_s, dstate_s = block
-    size = k_s.shape[1]
-    read_CD = tiles.product((CHUNK, BLOCK), *tiles.crossed(q_s, state_s))
-    sums = (
-        tiles.product((CHUNK, CHUNK), *tiles.crossed(do_s, tiles.transposed([v_s]))),
-        tiles.product((CHUNK, size), *tiles.crossed([v_s], tiles.transposed(dstate_s))),
-        jnp.sum(tiles.total(do_s) * read_CD, axis=1),
-        jnp.sum(tiles.total(state_s) * tiles.total(dstate_s), axis=1),
-    )
-    written_CD = tiles.product((CHUNK, BLOCK), *tiles.crossed([k_s], dstate_s))
-    inside_CD = tiles.product((CHUNK, BLOCK), *tiles.crossed(tiles.transposed([inner_s]), do_s))
-    return sums, inside_CD + tiles.per_row(leave_C, BLOCK) * written_CD
-
-
-def _flat(memory):
-    v, *parts = memory
-    return [v, *(x for of_one in parts for x in of_one)]

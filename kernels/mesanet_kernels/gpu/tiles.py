@@ -14,8 +14,10 @@ BLOCK = 64  # columns computed together: 128 bytes of bfloat16, the widest tile 
 SIZES = (64, 128)  # of keys and values
 ROWS = plgpu.Layout.WGMMA  # of a matrix in registers
 DROPPED = {jnp.dtype(jnp.float16): 13, jnp.dtype(jnp.bfloat16): 16}  # the mantissa bits that float32 has more
-# The default semantics infer the layouts of such kernels for minutes.
-COMPILER = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+# The default semantics infer the layouts of such kernels for minutes. Sums over a row stay within a warp: no scratch.
+COMPILER = plgpu.CompilerParams(
+    approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
+)
 
 
 def lacks(sizes):

@@ -8,6 +8,7 @@ keys repeat, is computed from a starting point in two parts.
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, D columns of a block.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
 HALF = jnp.float16
 HALF_BITS = tiles.DROPPED[jnp.dtype(HALF)]
 RESULTS = 2  # parts of a solution: where keys repeat, what they have in common with it is its last bits
+COMPILER = dataclasses.replace(tiles.COMPILER, reduction_scratch_bytes=16)  # a number a warp
 PADDING = 8  # numbers after each row of a matrix that only threads read, each its own: no two meet in a bank
 SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
@@ -116,7 +118,7 @@ def solve(rhs_parts, k_BTHK, parts_NBHKK, diagonal_NBHK, intra_NBHCC, enter_NBHC
             plgpu.Barrier(num_arrivals=len(blocks) * (len(rhs_parts) + 1) + 1),
             plgpu.Barrier(num_arrivals=len(upper) * len(parts_NBHKK)),
         ],
-        compiler_params=tiles.COMPILER,
+        compiler_params=COMPILER,
     )(rhs_parts, k_BTHK, *parts_NBHKK, diagonal_NBHK, intra_NBHCC, enter_NBHC, lam_HK)
 
 
