@@ -14,11 +14,25 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-def _product(shape, *factors, start=None):
-    """`tiles.product` without the matrix instructions, which the interpreter does not have."""
-    del shape
-    products = (jax.lax.dot(_value(a), _value(b), preferred_element_type=jnp.float32) for a, b in factors)
-    return sum(products, 0.0 if start is None else start)
+class _Sum:
+    """`tiles.Sum` without the matrix instructions, which the interpreter has of shared memory alone."""
+
+    def __init__(self, shape):
+        self.total = jnp.zeros(shape, jnp.float32)
+
+    def add(self, *factors):
+        for a, b in factors:
+            self.total += jax.lax.dot(_value(a), _value(b), preferred_element_type=jnp.float32)
+
+    def value(self, *, running=0):
+        return self.total
+
+    def restart(self, x):
+        self.total = x
+
+
+def _with_sums(body, *shapes):
+    return body(*map(_Sum, shapes))
 
 
 def _value(x):
@@ -28,7 +42,7 @@ def _value(x):
 @contextlib.contextmanager
 def interpreted(monkeypatch):
     """Kernels in the interpreter, which raises where two accesses to memory race."""
-    monkeypatch.setattr(tiles, "product", _product)
+    monkeypatch.setattr(tiles, "with_sums", _with_sums)
     monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield

@@ -3,6 +3,8 @@
 C tokens of a chunk, D columns of a matrix.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -53,20 +55,40 @@ def per_column(x_D, rows):
     return lax.broadcast_in_dim(x_D, (rows, x_D.shape[0]), [1])
 
 
+class Sum(NamedTuple):
+    """A sum of matrix products on its way, float32 [rows, columns]: the matrix unit goes on while others compute."""
+
+    ref: object
+
+    def add(self, *factors):
+        """Starts a @ b for all (a, b) of `factors`; a may be in registers. Each counts as one in `value`."""
+        for a, b in factors:
+            plgpu.wgmma(self.ref, a, b)
+
+    def value(self, *, running=0):
+        """The sum once at most the `running` products started last are on their way: none of this sum's."""
+        return plgpu.wgmma_accumulator_load(self.ref, wait_n=running)
+
+    def restart(self, x):
+        """Sets the sum, of which no product may be on its way."""
+        self.ref[...] = x
+
+
+def with_sums(body, *shapes):
+    """body(*sums), each a `Sum` of one of the shapes that begins at 0."""
+    return pl.run_scoped(lambda *refs: body(*map(Sum, refs)), *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
 def product(shape, *factors, start=None):
     """The sum of a @ b over all (a, b) of `factors` and of `start`, float32 in registers; a may be in registers too."""
 
-    def multiply(sum_ref):
-        for a, b in factors:
-            plgpu.wgmma(sum_ref, a, b)
+    def multiply(total):
+        if start is not None:
+            total.restart(start)
+        total.add(*factors)
+        return total.value()
 
-    def multiply_and_read(sum_ref):
-        multiply(sum_ref)
-        return sum_ref[...]
-
-    if start is None:
-        return pl.run_scoped(multiply_and_read, plgpu.ACC(shape, jnp.float32))
-    return pl.run_state(multiply)(plgpu.ACC.init(start))
+    return with_sums(multiply, shape)
 
 
 def fetch(copies, loaded):

@@ -160,20 +160,30 @@ class Operator(NamedTuple):
     def image(self, p):
         """H_t p_t, of rows of about unit size, which float16 then holds; blocks of columns to blocks of columns."""
         p = [p_CD.astype(HALF) for p_CD in p]
-        overlaps_CC = tiles.product((CHUNK, CHUNK), *((p_CD, k_s.transpose((1, 0))) for p_CD, k_s in zip(p, self.k_s)))
-        weighted_CC = (overlaps_CC * tiles.tile(self.intra_s)).astype(HALF)
         entering = tiles.per_row(self.enter_C, BLOCK)
-        return [
-            tiles.product((CHUNK, BLOCK), (weighted_CC, k_s), start=entering * self._state(p, j))
-            for j, k_s in enumerate(self.k_s)
-        ]
+        scores = [(p_CD, k_s.transpose((1, 0))) for p_CD, k_s in zip(p, self.k_s)]
+        of_state = [self._of_state(p, j) for j in range(len(p))]
 
-    def _state(self, p, j):
-        """Block j of p_t's image under the state that enters the chunk."""
+        def multiply(overlaps, *images):
+            # The matrix unit has work before the numbers that it is waiting for are taken from it.
+            overlaps.add(*scores)
+            images[0].add(*of_state[0])
+            overlaps_CC = overlaps.value(running=len(of_state[0]))
+            weighted_CC = (overlaps_CC * tiles.tile(self.intra_s)).astype(HALF)
+            for image, following, factors in zip(images, images[1:], of_state[1:]):
+                following.add(*factors)
+            for j, image in enumerate(images):
+                started_later = (len(images) - 1 - j) * len(of_state[j]) + j
+                image.restart(entering * image.value(running=started_later))
+                image.add((weighted_CC, self.k_s[j]))
+            return [image.value(running=len(images) - 1 - j) for j, image in enumerate(images)]
+
+        return tiles.with_sums(multiply, (CHUNK, CHUNK), *[(CHUNK, BLOCK)] * len(p))
+
+    def _of_state(self, p, j):
+        """The factors of block j of p_t's image under the state that enters the chunk."""
         block = lambda part, i: part[i, j] if i <= j else part[j, i].transpose((1, 0))
-        return tiles.product(
-            (CHUNK, BLOCK), *((p_CD, block(part, i)) for part in self.parts_s for i, p_CD in enumerate(p))
-        )
+        return [(p_CD, block(part, i)) for part in self.parts_s for i, p_CD in enumerate(p)]
 
 
 def iterate(operator, unit, x, x_s, *, max_iters, tol):
