@@ -1,6 +1,7 @@
-"""Where Mesa's forward pass spends its time: `python kernels/benchmarks/mesa_parts.py [--shape 16x2048]`, bfloat16 inputs.
+"""Where Mesa's kernels on a Hopper GPU spend their time: `python kernels/benchmarks/mesa_parts.py [--shape 16x2048]`
 
-Medians by the host's clock, each part compiled and timed alone; for a GPU that `pallas_gpu` supports.
+Medians by the host's clock over runs of eight calls, each part compiled and timed alone, bfloat16 inputs; GB/s of the
+arrays that a part reads and writes.
 """
 
 import argparse
@@ -11,20 +12,31 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import chunks, mesa, shapes
-from mesanet_kernels.ops.mesa import chunked, fused, pallas_gpu
+from mesanet_kernels import mesa, shapes
+from mesanet_kernels.gpu import recurrence, tiles
+from mesanet_kernels.gpu.gradients import Memory, gradients
+from mesanet_kernels.gpu.readout import readout
+from mesanet_kernels.gpu.weights import chunk_weights
+from mesanet_kernels.ops.mesa import chunked, pallas_gpu
+
+CALLS, REPEATS = 8, 5
+TOLERANCES = (0.0, 1e-4, 1e-3)
 
 
-def timed(name: str, function, *args, repeats: int = 12):
-    """Prints the median time; returns what the function returns."""
+def timed(name: str, function, *args):
+    """Prints a row of the table; returns what the function returns."""
     run = jax.jit(function)
     result = jax.block_until_ready(run(*args))
     times = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         began = time.perf_counter()
-        jax.block_until_ready(run(*args))
-        times.append(time.perf_counter() - began)
-    print(f"| {name} | {1e3 * statistics.median(times):.3f} |", flush=True)
+        for _ in range(CALLS):
+            last = run(*args)
+        jax.block_until_ready(last)
+        times.append((time.perf_counter() - began) / CALLS)
+    seconds = statistics.median(times)
+    moved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((args, result)))
+    print(f"| {name} | {1e3 * seconds:.3f} | {moved / seconds / 1e9:,.0f} |", flush=True)
     return result
 
 
@@ -32,30 +44,43 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--shape", default="16x2048", choices=list(shapes.SHAPES["mesa"]))
     shape = flags.parse_args().shape
-    s = shapes.SHAPES["mesa"][shape]
+    sizes = shapes.SHAPES["mesa"][shape]
     x = {
         name: jnp.asarray(value, jnp.bfloat16 if name in "qkv" else None)
         for name, value in shapes.example("mesa", shape).items()
     }
-    state = tuple(jnp.zeros((s["B"], s["H"], s["K"], size)) for size in (s["K"], s["V"]))
-    segment_ids = jnp.zeros((s["B"], s["T"]), jnp.int32)
-    options = chunked.Options("cg", 30, 0.0, pallas_gpu.CHUNK)
-    print("| part | ms |\n| --- | ---: |")
+    q, k, v, lam = (x[name] for name in ("q", "k", "v", "lam"))
+    if q.shape[1] % tiles.CHUNK:
+        raise SystemExit(f"--shape {shape}: its {q.shape[1]} tokens are no whole number of chunks of {tiles.CHUNK}")
+    ids = jnp.zeros(q.shape[:2], jnp.int32)
+    h_kk, h_kv = (jnp.zeros((sizes["B"], sizes["H"], sizes["K"], size)) for size in (sizes["K"], sizes["V"]))
+    do, options = v[::-1], chunked.Options("cg", 30, 0.0, tiles.CHUNK)
+    two = pallas_gpu.TWO
+    print("| part | ms | GB/s |\n| --- | ---: | ---: |")
 
-    def prepare(x):
-        return chunked._prepare(options, x["k"], x["v"], x["log_decay"], x["beta"], state, segment_ids, lam_HK=x["lam"])
+    weights = timed("weights", chunk_weights, x["log_decay"], x["beta"], ids)
+    g_parts, _ = timed("states G", partial(recurrence.entering, stored=two), k, v, weights, h_kv)
+    systems, _ = timed("states H of the systems", pallas_gpu.systems_of, k, weights, h_kk)
+    for tol in TOLERANCES:
+        solve = partial(pallas_gpu.solve, options._replace(tol=tol))
+        q_star, iterations = timed(f"solve, tol={tol:g}", solve, systems, (q,), k, weights, lam)
+        print(f"| (its steps, mean) | {iterations.mean():.1f} | |")
+    timed("readout", readout, q_star, k, v, *weights, g_parts)
+    backwards = partial(readout, transposed=True, results=2)
+    dq_star = timed("gradient of the readout", backwards, (do,), v, k, *weights, g_parts)
+    e_star, _ = timed(f"second solve, tol={tol:g}", solve, systems, dq_star, k, weights, lam)
+    h_parts, _ = timed("states H", partial(recurrence.entering, factors=2, stored=two), k, k, weights, h_kk)
+    leaving = partial(recurrence.leaving_cotangents, stored=two)
+    dg_parts, _ = timed("cotangents of G", leaving, q_star, (do,), weights, h_kv)
+    dh_parts, _ = timed("cotangents of H", partial(leaving, factors=2), q_star, e_star, weights, h_kk)
+    memories = Memory(v, (do,), g_parts, dg_parts), Memory(k, e_star, h_parts, dh_parts)
+    timed("gradients", gradients, q_star, k, weights.intra_NBHCC, weights.intra_NBHCC[..., -1, :], memories)
 
-    whole, _ = timed("states, weights and splitting", prepare, x)
-    timed("operator's diagonal", chunked.diagonal, whole)
-    q_NBHCK = chunks.split(x["q"].astype(jnp.float32), pallas_gpu.CHUNK)
-    for tol in (0.0, 1e-4, 1e-3):
-        solve = partial(fused.solve, pallas_gpu._kernel, pallas_gpu.HALF, options._replace(tol=tol))
-        solution = timed(f"solve, tol={tol:g}", solve, whole, q_NBHCK)
-        print(f"| (its steps, mean) | {solution.iterations_R.mean():.1f} |")
-    timed("readout", chunked._read_values, whole, solution.x_RK)
-    forward = lambda x: mesa(**x, implementation="pallas_gpu").o
-    o = timed("forward", forward, x)
-    timed("forward and backward", lambda x, do: jax.vjp(forward, x)[1](do), x, o)
+    for tol in TOLERANCES:
+        forward = lambda inputs, tol=tol: mesa(**inputs, tol=tol, implementation="pallas_gpu").o
+        timed(f"forward, tol={tol:g}", forward, x)
+        both = lambda inputs, do, forward=forward: jax.vjp(forward, inputs)[1](do)
+        timed(f"forward and backward, tol={tol:g}", both, x, do)
 
 
 if __name__ == "__main__":

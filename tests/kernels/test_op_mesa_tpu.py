@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from mesa_systems import HEADS, KEYS, systems
+from op_cases import assert_close, documents, evaluate, evaluator, mesa, random_state, rounded
 from test_op_tpu import compiler_topology
 
 from mesanet_kernels.ops.mesa import pallas_tpu
+from mesanet_kernels.shapes import example
 
 systems_of = partial(systems, chunk=pallas_tpu.CHUNK, half=pallas_tpu.HALF)
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
@@ -27,6 +30,18 @@ def test_kernel_solves(keys, interpret):
     x_RCK, fewer_RC = pallas_tpu._kernel(*arrays, max_iters=30, tol=1e-3, interpret=interpret)
     assert (fewer_RC <= iterations_RC).all() and fewer_RC.mean() < iterations_RC.mean()
     assert np.linalg.norm(x_RCK - exact_RCK) < 1e-2 * np.linalg.norm(exact_RCK)
+
+
+def test_outputs_and_gradients(monkeypatch):
+    """The op with its kernels, of the weights too; the last chunk is ragged, documents start inside a chunk and with one."""
+    call = pl.pallas_call
+    monkeypatch.setattr(pl, "pallas_call", lambda kernel, **options: call(kernel, **options | {"interpret": True}))
+    sizes = dict(B=1, T=200, H=2, K=64, V=64)
+    inputs, state, ids = rounded(example("mesa", sizes)), random_state("mesa", sizes), documents(sizes, 20, 128)
+    run = lambda x, state, name: mesa(x, segment_ids=ids, state=state, implementation=name)
+    wanted = evaluate(partial(run, name="reference"), inputs, state=state, dtype=jnp.float64)
+    found = evaluator(partial(run, name="pallas_tpu"), dtype=jnp.bfloat16)(inputs, state=state)
+    assert_close(found, wanted, limit=5e-3)
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from mesanet_kernels import checks, chunks, sequence
 from mesanet_kernels.ops.gated_linear_attention import pallas_gpu, pallas_tpu, reference, span, xla
 
-KERNELS = {"tpu": pallas_tpu}  # what None chooses on a platform: kernels verified on it, on TPUs by its compiler
+# What None chooses on a platform, where it can do what the call needs.
+KERNELS = {"cuda": pallas_gpu, "tpu": pallas_tpu}
 
 
 def _automatic(chunk, q, k, v, log_decay, *rest):
@@ -52,8 +53,8 @@ def gated_linear_attention(
       chunk_size: tokens computed as one dense block, rounded up to a power of two; does not change the result.
         Default 64.
       implementation: "reference", "xla", "pallas_gpu" (NVIDIA Hopper; one decay a head; q, k and v bfloat16, K and V 64
-        or 128; chunks of 64; not run on a GPU yet, and so not chosen), "pallas_tpu" (one decay a head; q, k and v
-        bfloat16, K and V multiples of 64 up to 256; chunks of 128), or None for the best.
+        or 128; chunks of 64), "pallas_tpu" (one decay a head; q, k and v bfloat16, K and V multiples of 64 up to
+        256; chunks of 128), or None for the best.
 
     Returns:
       (o [B, T, H, V] in v's dtype, final state [B, H, K, V] float32).

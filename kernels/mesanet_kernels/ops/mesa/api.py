@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels import checks, chunks, sequence
-from mesanet_kernels.ops.mesa import chunked, hopper, pallas_gpu, pallas_tpu, reference, span, step_gpu, xla
+from mesanet_kernels.ops.mesa import chunked, pallas_gpu, pallas_tpu, reference, span, step_gpu, xla
 
-# What None chooses on a platform: kernels that were verified there. `hopper` is to replace `pallas_gpu` once it is.
-KERNELS = {"cuda": pallas_gpu, "tpu": pallas_tpu}
+KERNELS = {
+    "cuda": pallas_gpu,
+    "tpu": pallas_tpu,
+}  # what None chooses on a platform, where it can do what the call needs
 
 
 def _automatic(options, q, k, v, *rest):
@@ -29,7 +31,7 @@ def _automatic(options, q, k, v, *rest):
 IMPLEMENTATIONS = {
     "reference": reference.mesa,
     "xla": xla.mesa,
-    "pallas_gpu": hopper.mesa,
+    "pallas_gpu": pallas_gpu.mesa,
     "pallas_tpu": pallas_tpu.mesa,
 }
 SOLVERS = ("cg", "pcg")
@@ -83,9 +85,8 @@ def mesa(
       chunk_size: tokens computed as one dense block, rounded up to a power of two; does not change the result.
         Default 64.
       implementation: "reference" (exact dense solve; ignores max_iters and tol and reports 0 iterations), "xla",
-        "pallas_gpu" (NVIDIA Hopper; q, k and v bfloat16, K and V 64 or 128; chunks of 64; not run on a GPU yet: None takes
-        an older kernel there, of the solve alone), "pallas_tpu" (q and k bfloat16, K 64 or 128; chunks of 128), or None for
-        the best.
+        "pallas_gpu" (NVIDIA Hopper; q, k and v bfloat16, K and V 64 or 128; chunks of 64), "pallas_tpu" (q and k
+        bfloat16, K 64 or 128; chunks of 128), or None for the best.
 
     Raises:
       ValueError: shapes or dtypes that do not fit. NotImplementedError: an unknown implementation or solver.
@@ -119,21 +120,28 @@ def mesa_step(
       q, k: [B, H, K]; v: [B, H, V]; log_decay, beta: [B, H]; lam: [H, K].
       state: (h_kk [B, H, K, K], h_kv [B, H, K, V]).
       max_iters, tol, solver, implementation: as in `mesa`; "pallas_gpu": one launch (NVIDIA Hopper, K and V 64 or 128,
-        solver "cg", a float32 state). None never chooses it, as it has not run on a GPU yet.
+        solver "cg", a float32 state), which None chooses where it can.
 
     Returns:
       MesaOutput with o [B, H, V], the new state, iterations [B, H].
     """
     _check_arrays("mesa_step", "BH", q, k, v, log_decay, beta, lam, state)
     _check_solver("mesa_step", solver, max_iters, tol)
+    options = chunked.Options(solver, max_iters, float(tol), chunk=1)
+    arrays = q, k, v, log_decay, beta, lam, *state
+    fused = partial(step_gpu.mesa_step, options)
+
+    def one_token_row(q, k, v, log_decay, beta, lam, *state):
+        row = (x[:, None] for x in (q, k, v, log_decay, beta))
+        settings = dict(max_iters=max_iters, tol=tol, solver=solver, implementation=implementation)
+        o, state, iterations = mesa(*row, lam, initial_state=state, **settings)
+        return o[:, 0], state, iterations[:, 0]
+
     if implementation == "pallas_gpu":
-        options = chunked.Options(solver, max_iters, float(tol), chunk=1)
-        return MesaOutput(*step_gpu.mesa_step(options, q, k, v, log_decay, beta, lam, *state))
-    token = (x[:, None] for x in (q, k, v, log_decay, beta))
-    o, state, iterations = mesa(
-        *token, lam, initial_state=state, max_iters=max_iters, tol=tol, solver=solver, implementation=implementation
-    )
-    return MesaOutput(o[:, 0], state, iterations[:, 0])
+        return MesaOutput(*fused(*arrays))
+    if implementation is None and not step_gpu.lacks(options, k, v, *state):
+        return MesaOutput(*jax.lax.platform_dependent(*arrays, cuda=fused, default=one_token_row))
+    return MesaOutput(*one_token_row(*arrays))
 
 
 def _check_arrays(op, rows, q, k, v, log_decay, beta, lam, state):

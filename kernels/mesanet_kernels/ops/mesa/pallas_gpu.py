@@ -1,81 +1,171 @@
-"""Mesa's solve on NVIDIA Hopper: one kernel for all iterations, one warpgroup a chunk (Pallas, Mosaic GPU).
+"""Mesa on NVIDIA Hopper, all of it in kernels: weights, states, solve, readout and their gradients (gpu/, solve_gpu.py).
 
-The chunk's keys, mask and entering state are loaded once and stay on the SM while conjugate gradients run (mesanet.md
-1.4, 1.5; hopper_solve.py). States, readout and gradients are XLA's (chunked.py).
+As `chunked.mesa`. Products are of 16 bits with float32 sums. What a solve has made is the sum of two such parts, and so
+are the states that it meets: where keys repeat, what a solution has in common with them is its last bits, which the
+state makes large again (at 300 equal keys, single parts leave no correct digit of o).
 
-R chunks of all rows and heads (N*B*H), C tokens of a chunk, H heads, K key size.
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.ad_checkpoint import checkpoint_name
 
+from mesanet_kernels import chunks
 from mesanet_kernels.checks import require
-from mesanet_kernels.gpu import tiles
-from mesanet_kernels.ops.mesa import chunked as chunked_lib
-from mesanet_kernels.ops.mesa import fused
-from mesanet_kernels.ops.mesa.hopper_solve import HALF, Operator, iterate
+from mesanet_kernels.gpu import recurrence, tiles
+from mesanet_kernels.gpu.gradients import Memory, gradients
+from mesanet_kernels.gpu.readout import readout
+from mesanet_kernels.gpu.states import states
+from mesanet_kernels.gpu.weights import chunk_weights
+from mesanet_kernels.ops.mesa import solve_gpu
+from mesanet_kernels.ops.mesa.fused import LARGEST_STATE
+from mesanet_kernels.partition import partitioned
 
-CHUNK, KEY_SIZES, ROWS = tiles.CHUNK, tiles.SIZES, tiles.ROWS
-
-
-def mesa(options, q_BTHK, k_BTHK, *rest):
-    """As `api.mesa`. Raises NotImplementedError where the kernel lacks what the call needs."""
-    require("mesa", "pallas_gpu", lacks(options, q_BTHK, k_BTHK))
-    return chunked_lib.mesa(_solve, options._replace(chunk=CHUNK), q_BTHK, k_BTHK, *rest)
-
-
-def lacks(options, q_BTHK, k_BTHK, *_):
-    """What the call needs and the kernel has not, as the end of a sentence; "" where it can do it."""
-    halves = (jnp.bfloat16, jnp.float16)
-    reasons = {
-        "needs an NVIDIA Hopper GPU": jax.default_backend() != "gpu" or jax.devices()[0].compute_capability != "9.0",
-        f"has no solver {options.solver!r}": options.solver != "cg",
-        "needs q and k in bfloat16 or float16": q_BTHK.dtype not in halves or k_BTHK.dtype not in halves,
-        f"needs a key size in {KEY_SIZES}": k_BTHK.shape[-1] not in KEY_SIZES,
-    }
-    return next((reason for reason, applies in reasons.items() if applies), "")
+CHUNK = tiles.CHUNK
+TWO = (jnp.bfloat16,) * 2  # parts of a state
+AXES = ("BTHK", "BTHK", "BTHV", "BTH", "BTH", "HK", "BHKK", "BHKV", "BT")
 
 
-def _kernel(unit_RCK, start_RCK, k_RCK, high_RKK, low_RKK, intra_RCC, enter_RC, lam_HK, *, max_iters, tol):
-    """The kernel, as `fused` calls it."""
-    chunks, chunk, size = unit_RCK.shape
-
-    def kernel(unit, start, k, high, low, intra, enter, lam, x_out, iterations_out, k_s, high_s, low_s, x_s, loaded):
-        r = lax.axis_index("chunk")
-        for barrier, (source, target) in enumerate(((k, k_s), (high, high_s), (low, low_s))):
-            plgpu.copy_gmem_to_smem(source.at[r], target, loaded.at[barrier])
-        intra_CC = tiles.untiled(intra.at[r], ROWS)
-        enter_C = tiles.untiled(enter.at[r], ROWS.reduce(1))
-        lam_CK = lax.broadcast_in_dim(tiles.untiled(lam.at[r % lam_HK.shape[0]], ROWS.reduce(0)), (chunk, size), [1])
-        x_CK = tiles.untiled(start.at[r], ROWS)
-        for barrier in range(3):
-            plgpu.barrier_wait(loaded.at[barrier])
-        operator = Operator(k_s, high_s, low_s, intra_CC, enter_C, lam_CK)
-        iterations_out[r, ...] = iterate(
-            operator, lambda: tiles.untiled(unit.at[r], ROWS), x_CK, x_s, max_iters=max_iters, tol=tol
-        )
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(x_s, x_out.at[r])
-        plgpu.wait_smem_to_gmem(0)
-
-    return plgpu.kernel(
-        kernel,
-        out_type=(jax.ShapeDtypeStruct(unit_RCK.shape, jnp.float32), jax.ShapeDtypeStruct((chunks, chunk), jnp.int32)),
-        grid=(chunks,),
-        grid_names=("chunk",),
-        scratch_types=[
-            tiles.shared(chunk, size, dtype=HALF),
-            tiles.shared(size, size, dtype=HALF),
-            tiles.shared(size, size, dtype=HALF),
-            tiles.shared(chunk, size, dtype=jnp.float32),
-            plgpu.Barrier(num_barriers=3),
-        ],
-        compiler_params=tiles.COMPILER,
-    )(unit_RCK, start_RCK, k_RCK, high_RKK, low_RKK, intra_RCC, enter_RC, lam_HK)
+def mesa(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
+    """As `api.mesa`, in chunks of 64. Raises NotImplementedError for what the kernels lack."""
+    require("mesa", "pallas_gpu", lacks(options, q_BTHK, k_BTHK, v_BTHV))
+    arrays = (q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, *state, segment_ids_BT)
+    o_BTHV, h_kk_BHKK, h_kv_BHKV, iterations_BTH = _mesa(options, *arrays)
+    return o_BTHV, (h_kk_BHKK, h_kv_BHKV), iterations_BTH
 
 
-_solve = partial(fused.solve, _kernel, HALF)
+def lacks(options, q_BTHK, k_BTHK, v_BTHV):
+    """What the call needs and the kernels have not, as the end of a sentence; "" where they can do it."""
+    if options.solver != "cg":
+        return f"has no solver {options.solver!r}"
+    if any(x.dtype != jnp.bfloat16 for x in (q_BTHK, k_BTHK, v_BTHV)):
+        return "needs q, k and v in bfloat16"
+    return tiles.lacks((k_BTHK.shape[-1], v_BTHV.shape[-1]))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mesa(options, *arrays):
+    return _forward(options, *arrays)[0]
+
+
+def _forward(options, *arrays):
+    run, results = partial(_solve_and_read, options), ("BTHV", "BHKK", "BHKV", "BTH", "BTHK", "BTHK")
+    *outputs, high_BTHK, low_BTHK = partitioned(run, arrays, axes=AXES, results=results)
+    # Named so that a rematerialisation policy can keep the one value that is expensive to recompute.
+    solution = [checkpoint_name(part, "mesa_q_star") for part in (high_BTHK, low_BTHK)]
+    return tuple(outputs), (arrays[1:], solution)
+
+
+def _backward(options, saved, cotangents):
+    inputs, solution = saved
+    do_BTHV, dh_kk_BHKK, dh_kv_BHKV, _ = cotangents
+    arrays = (*inputs, *solution, do_BTHV, dh_kk_BHKK, dh_kv_BHKV)
+    axes = (*AXES[1:], "BTHK", "BTHK", "BTHV", "BHKK", "BHKV")
+    run = partial(_solve_and_differentiate, options)
+    dq, dk, dv, dlog_decay, dbeta, dlam, *dstate = partitioned(
+        run, arrays, axes=axes, results=(*AXES[:5], "BHK", *AXES[6:8])
+    )
+    return dq, dk, dv, dlog_decay, dbeta, jnp.sum(dlam, axis=0), *dstate, None
+
+
+_mesa.defvjp(_forward, _backward)
+
+
+class Systems(NamedTuple):
+    """What the solve needs of H for all chunks; each chunk's state is divided by a size that float16 can hold."""
+
+    parts_NBHKK: tuple[jax.Array, jax.Array]
+    diagonal_NBHK: jax.Array
+    enter_NBHC: jax.Array  # times that size
+
+
+def _solve_and_read(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, h_kk, h_kv, segment_ids_BT):
+    length = q_BTHK.shape[1]
+    q_BTHK, k_BTHK, v_BTHV = (chunks.pad_time(x, chunk=CHUNK) for x in (q_BTHK, k_BTHK, v_BTHV))
+    weights = chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT)
+    g_parts, final_h_kv = recurrence.entering(k_BTHK, v_BTHV, weights, h_kv, stored=TWO)
+    systems, final_h_kk = systems_of(k_BTHK, weights, h_kk)
+    x_parts, iterations_NBHC = solve(options, systems, (q_BTHK,), k_BTHK, weights, lam_HK)
+    (o_BTHV,) = readout(x_parts, k_BTHK, v_BTHV, *weights, g_parts)
+    iterations_BTH = chunks.join(iterations_NBHC, length)
+    return o_BTHV[:, :length], final_h_kk, final_h_kv, iterations_BTH, *(x[:, :length] for x in x_parts)
+
+
+def _solve_and_differentiate(options, *arrays):
+    """mesanet.md 1.6, as `chunked._backward`; its dlambda for each row of the batch, [B,H,K]."""
+    k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, h_kk, h_kv, segment_ids_BT, *x_parts, do_BTHV, dh_kk, dh_kv = (
+        arrays
+    )
+    length = k_BTHK.shape[1]
+    k_BTHK, v_BTHV, do_BTHV, *x_parts = (chunks.pad_time(x, chunk=CHUNK) for x in (k_BTHK, v_BTHV, do_BTHV, *x_parts))
+    weigh = partial(chunk_weights, segment_ids_BT=segment_ids_BT)
+    weights, gates_gradients = jax.vjp(weigh, log_decay_BTH, beta_BTH)
+
+    g_parts, _ = recurrence.entering(k_BTHK, v_BTHV, weights, h_kv, stored=TWO)
+    dx_parts = readout((do_BTHV,), v_BTHV, k_BTHK, *weights, g_parts, transposed=True, results=2)
+    systems, _ = systems_of(k_BTHK, weights, h_kk)
+    e_parts, _ = solve(options, systems, dx_parts, k_BTHK, weights, lam_HK)
+
+    # The gradients of sum(do . G q*) - sum(e* . H q*) at fixed q*: of two memories with the same keys.
+    x_parts, minus_e_parts = tuple(x_parts), tuple(-e for e in e_parts)
+    h_parts, _ = recurrence.entering(k_BTHK, k_BTHK, weights, h_kk.mT, factors=2, stored=TWO)
+    dg_parts, dh_kv = recurrence.leaving_cotangents(x_parts, (do_BTHV,), weights, dh_kv, stored=TWO)
+    dh_parts, dh_kk = recurrence.leaving_cotangents(x_parts, minus_e_parts, weights, dh_kk.mT, factors=2, stored=TWO)
+    memories = Memory(v_BTHV, (do_BTHV,), g_parts, dg_parts), Memory(k_BTHK, minus_e_parts, h_parts, dh_parts)
+    found = gradients(x_parts, k_BTHK, weights.intra_NBHCC, weights.intra_NBHCC[..., -1, :], memories)
+    dlog_decay_BTH, dbeta_BTH = gates_gradients(recurrence.weight_cotangents(found))
+    dv_BTHV, dk_as_value_BTHK = found.dv_BTHV
+    dk_BTHK = (found.dk_BTHK.astype(jnp.float32) + dk_as_value_BTHK).astype(k_BTHK.dtype)
+    dlam_BHK = -jnp.sum(_total(x_parts) * _total(e_parts), axis=1)
+    dq_BTHK, dk_BTHK, dv_BTHV = (x[:, :length] for x in (e_parts[0], dk_BTHK, dv_BTHV))
+    return dq_BTHK, dk_BTHK, dv_BTHV, dlog_decay_BTH, dbeta_BTH, dlam_BHK, dh_kk.mT, dh_kv
+
+
+def _total(parts):
+    return sum(part.astype(jnp.float32) for part in parts)
+
+
+def systems_of(k_BTHK, weights, h_kk_BHKK):
+    """The `Systems` of a sequence and its final h_kk, from keys in whole chunks."""
+    leave_NBHC, carry_NBH = weights.intra_NBHCC[..., -1, :], weights.enter_NBHC[..., -1]
+    *scaled_inputs, size_NBH = scaled(k_BTHK, leave_NBHC, carry_NBH, h_kk_BHKK)
+    parts_NBHKK, final_BHKK = states((k_BTHK,), (k_BTHK,), *scaled_inputs, factors=3, stored=(jnp.float16,) * 2)
+    diagonal_NBHK = jnp.diagonal(parts_NBHKK[0], axis1=-2, axis2=-1).astype(jnp.float32)
+    systems = Systems(parts_NBHKK, diagonal_NBHK, weights.enter_NBHC * size_NBH[:-1, ..., None])
+    return systems, final_BHKK * size_NBH[-1, ..., None, None]
+
+
+def scaled(k_BTHK, leave_NBHC, carry_NBH, h_kk_BHKK):
+    """The weights, carries and initial state of a recurrence whose states are H divided by sizes [N+1,B,H]; the sizes.
+
+    H is positive semidefinite: no entry exceeds the largest on its diagonal, and that grows by at most what is written.
+    """
+    largest_BTH = jnp.max(jnp.square(k_BTHK.astype(jnp.float32)), axis=-1)
+    written_NBH = jnp.sum(leave_NBHC * chunks.split(largest_BTH, CHUNK), axis=-1)
+    first_BH = jnp.max(jnp.abs(h_kk_BHKK), axis=(-2, -1))
+    bound_NBH = jnp.cumsum(jnp.concatenate([first_BH[None], written_NBH]), axis=0)
+    size_NBH = jnp.maximum(bound_NBH / LARGEST_STATE, 1.0)
+    entering_NBH, leaving_NBH = size_NBH[:-1], size_NBH[1:]
+    weight_NBHC = leave_NBHC / leaving_NBH[..., None]
+    return weight_NBHC, carry_NBH * entering_NBH / leaving_NBH, h_kk_BHKK / size_NBH[0, ..., None, None], size_NBH
+
+
+def solve(options, systems, rhs_parts, k_BTHK, weights, lam_HK):
+    x_parts, iterations_NBHC = solve_gpu.solve(
+        rhs_parts,
+        k_BTHK,
+        systems.parts_NBHKK,
+        systems.diagonal_NBHK,
+        weights.intra_NBHCC,
+        systems.enter_NBHC,
+        lam_HK,
+        max_iters=options.max_iters,
+        tol=options.tol,
+    )
+    if options.tol == 0:  # rows that rest at rounding error have had all their steps
+        iterations_NBHC = jnp.full_like(iterations_NBHC, options.max_iters)
+    return x_parts, iterations_NBHC

@@ -1,5 +1,6 @@
-"""Mesa's solve on TPUs: one kernel for all iterations, a few heads of a chunk at a time (Pallas, Mosaic TPU).
+"""Mesa on TPUs: kernels for the weights (tpu/weights.py) and for the solve; states and readouts are XLA's (chunked.py).
 
+The solve is one kernel for all iterations, a few heads of a chunk at a time (Pallas, Mosaic TPU).
 Iterations are a chain of dependent products, so the heads of a step are interleaved to keep the matrix unit busy. What
 they need stays in VMEM. The matrix unit multiplies bfloat16: keys are exact in it, all else is a sum of two parts, and
 products of two small parts are left out (16 bits remain; mesanet.md 1.7.3).
@@ -16,10 +17,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from mesanet_kernels.checks import require
+from mesanet_kernels.chunks import ChunkWeights
 from mesanet_kernels.ops.mesa import chunked as chunked_lib
 from mesanet_kernels.ops.mesa import fused
 from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
+from mesanet_kernels.partition import partitioned
 from mesanet_kernels.tpu import tiles
+from mesanet_kernels.tpu.weights import chunk_weights
 
 CHUNK = tiles.CHUNK
 KEY_SIZES = (64, 128)
@@ -30,7 +34,7 @@ HEADS = (4, 2, 1)  # of a step: the most that divide the heads
 def mesa(options, q_BTHK, k_BTHK, *rest):
     """As `api.mesa`. Raises NotImplementedError where the kernel lacks what the call needs."""
     require("mesa", "pallas_tpu", lacks(options, q_BTHK, k_BTHK))
-    return chunked_lib.mesa(_solve, options._replace(chunk=CHUNK), q_BTHK, k_BTHK, *rest)
+    return chunked_lib.mesa(BACKEND, options._replace(chunk=CHUNK), q_BTHK, k_BTHK, *rest)
 
 
 def lacks(options, q_BTHK, k_BTHK, *_):
@@ -127,7 +131,15 @@ def _kernel(
     return x_RCK, iterations_R1C[:, 0]
 
 
-_solve = partial(fused.solve, _kernel, HALF)
+def _weigh(log_decay_BTH, beta_BTH, segment_ids_BT, *, chunk):
+    """`ChunkWeights` of a sequence in chunks of 128."""
+    del chunk
+    call = lambda *gates: tuple(chunk_weights(*gates))
+    gates = log_decay_BTH, beta_BTH, segment_ids_BT
+    return ChunkWeights(*partitioned(call, gates, axes=("BTH", "BTH", "BT"), results=("NBHCC", "NBHC")))
+
+
+BACKEND = chunked_lib.Backend(partial(fused.solve, _kernel, HALF), _weigh)
 
 
 def _times(x, exact, *, transposed=False):
