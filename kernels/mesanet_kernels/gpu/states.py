@@ -6,8 +6,13 @@ One warpgroup carries a block of 64 x 64 of one head's state through all chunks,
 fetches the chunks ahead. `backwards` walks from the last chunk to the first: the recurrence of the states' cotangents
 is the same one with other names (keys q, weights of the entering state, values do).
 
-B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size, D rows or columns of a block.
+A few long rows would leave most of the GPU idle: time is then cut in segments that all run at once, first to learn what
+each adds to the state, then with the state that enters it.
+
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size, D rows or columns of a block, S segments.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +24,8 @@ from mesanet_kernels.gpu import tiles
 from mesanet_kernels.gpu.tiles import BLOCK, CHUNK
 
 STAGES = 2  # chunks in shared memory: one computed, the others on their way
+PROGRAMS = 512  # that a GPU runs at once: four on each SM
+SHORTEST = 8  # chunks of a segment
 
 
 def states(
@@ -36,15 +43,47 @@ def states(
       (a tuple of [N,B,H,K,V], one a part; the last state [B,H,K,V] float32).
     """
     count, batch, heads, _ = weight_NBHC.shape
-    key_size, value_size = initial_BHKV.shape[2:]
-    half = k_parts[0].dtype
+    segments = _segments(count, batch * heads * (initial_BHKV.shape[2] // BLOCK) * (initial_BHKV.shape[3] // BLOCK))
+    run = functools.partial(_run, k_parts, v_parts, weight_NBHC, carry_NBH, backwards=backwards, factors=factors)
+    initial_SBHKV = initial_BHKV[None]
+    if segments > 1:
+        _, added_SBHKV = run(jnp.zeros((segments, *initial_BHKV.shape), jnp.float32), stored=())
+        initial_SBHKV = _entering(added_SBHKV, carry_NBH, initial_BHKV, backwards)
+    parts_NBHKV, final_SBHKV = run(initial_SBHKV, stored=stored)
+    return parts_NBHKV, final_SBHKV[0 if backwards else -1]
+
+
+def _segments(count, programs):
+    """In how many segments `count` chunks are computed where a segment has `programs` programs."""
+    segments = 1
+    while 2 * segments * programs <= PROGRAMS and count % (2 * segments) == 0 and count // (2 * segments) >= SHORTEST:
+        segments *= 2
+    return segments
+
+
+def _entering(added_SBHKV, carry_NBH, initial_BHKV, backwards):
+    """The state that enters each segment, of what the segments add."""
+    segments, *sizes = added_SBHKV.shape
+    carry_SBH = jnp.prod(carry_NBH.reshape(segments, -1, *sizes[:2]), axis=1)
+    states, state_BHKV = [None] * segments, initial_BHKV
+    for s in range(segments)[:: -1 if backwards else 1]:
+        states[s] = state_BHKV
+        state_BHKV = carry_SBH[s, ..., None, None] * state_BHKV + added_SBHKV[s]
+    return jnp.stack(states)
+
+
+def _run(k_parts, v_parts, weight_NBHC, carry_NBH, initial_SBHKV, *, backwards, factors, stored):
+    """`states` in segments, given the state that enters each: its last one too."""
+    count, batch, heads, _ = weight_NBHC.shape
+    segments, *_, key_size, value_size = initial_SBHKV.shape
+    half, steps = k_parts[0].dtype, count // segments
 
     def kernel(k, v, weight, carry, initial, states, final, k_s, v_s, weight_s, weighted_s, state_s, loaded):
-        b, h, block = (lax.axis_index(name) for name in ("row", "head", "block"))
+        b, h, block, segment = (lax.axis_index(name) for name in ("row", "head", "block", "segment"))
         keys, values = (
             pl.ds(i * BLOCK, BLOCK) for i in (block // (value_size // BLOCK), block % (value_size // BLOCK))
         )
-        chunk_of = lambda step: count - 1 - step if backwards else step
+        chunk_of = lambda step: segment * steps + (steps - 1 - step if backwards else step)
 
         def fetch_chunk(step):
             n, slot = chunk_of(step), lax.rem(step, STAGES)
@@ -53,14 +92,15 @@ def states(
             sources.append(weight.at[n, b, h])
             tiles.fetch(zip(sources, [x.at[slot] for x in (*k_s, *v_s, weight_s)]), loaded.at[slot])
 
-        for step in range(min(STAGES - 1, count)):
+        for step in range(min(STAGES - 1, steps)):
             fetch_chunk(jnp.int32(step))
 
         def advance(step, state_DD):
             n, slot = chunk_of(step), lax.rem(step, STAGES)
             carried = carry[n, b, h]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            tiles.store(tiles.cut(state_DD, len(stored), stored[0]), state_s)
+            if stored:
+                tiles.store(tiles.cut(state_DD, len(stored), stored[0]), state_s)
             plgpu.barrier_wait(loaded.at[slot])
             weight_CD = tiles.per_row(tiles.untiled(weight_s.at[slot], tiles.ROWS.reduce(1)), BLOCK)
             weighted_CD = weight_CD * tiles.total([x.at[slot] for x in v_s])
@@ -70,7 +110,7 @@ def states(
                 plgpu.copy_smem_to_gmem(source, target.at[n, b, h, keys, values])
 
             # Here the warps are past the step before: its slot is free.
-            @pl.when(step + STAGES - 1 < count)
+            @pl.when(step + STAGES - 1 < steps)
             def _():
                 fetch_chunk(step + STAGES - 1)
 
@@ -78,7 +118,8 @@ def states(
             # Not the product's start: the matrix unit cuts sums off, and a state takes thousands of them.
             return carried * state_DD + tiles.product((BLOCK, BLOCK), *tiles.crossed(keys_DC, weighted_s))
 
-        final[b, h, keys, values] = lax.fori_loop(0, count, advance, tiles.untiled(initial.at[b, h, keys, values]))
+        first_DD = tiles.untiled(initial.at[segment, b, h, keys, values])
+        final[segment, b, h, keys, values] = lax.fori_loop(0, steps, advance, first_DD)
         plgpu.wait_smem_to_gmem(0)
 
     states_NBHKV = (count, batch, heads, key_size, value_size)
@@ -86,10 +127,10 @@ def states(
         kernel,
         out_type=(
             tuple(jax.ShapeDtypeStruct(states_NBHKV, dtype) for dtype in stored),
-            jax.ShapeDtypeStruct(initial_BHKV.shape, jnp.float32),
+            jax.ShapeDtypeStruct(initial_SBHKV.shape, jnp.float32),
         ),
-        grid=(batch, heads, key_size // BLOCK * value_size // BLOCK),
-        grid_names=("row", "head", "block"),
+        grid=(batch, heads, (key_size // BLOCK) * (value_size // BLOCK), segments),
+        grid_names=("row", "head", "block", "segment"),
         scratch_types=[
             [tiles.shared(STAGES, CHUNK, BLOCK, dtype=half) for _ in k_parts],
             [tiles.shared(STAGES, CHUNK, BLOCK, dtype=half) for _ in v_parts],
@@ -99,4 +140,4 @@ def states(
             plgpu.Barrier(num_arrivals=len(k_parts) + len(v_parts) + 1, num_barriers=STAGES),
         ],
         compiler_params=tiles.COMPILER,
-    )(k_parts, v_parts, weight_NBHC, carry_NBH, initial_BHKV)
+    )(k_parts, v_parts, weight_NBHC, carry_NBH, initial_SBHKV)
