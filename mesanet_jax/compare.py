@@ -2,8 +2,8 @@
 --configs=configs/mesanet.py:demo,configs/transformer.py:demo --workdir=DIR --steps=100`
 
 One after another, each by the real trainer and evaluator in DIR/NAME, on the same rows in the same order; then one report,
-DIR/comparison.{md,json} and two plots. `--config.FIELD=VALUE` holds for every run. Running the same command again goes
-on where it stopped and repeats nothing that is finished.
+DIR/comparison.{md,json} and its plots. `--config.FIELD=VALUE` holds for every run, an option of a mixer or kind of model
+for those that have it. Running the same command again goes on where it stopped and repeats nothing that is finished.
 Exit status: 0 all compared, 1 some run failed (the others are compared), 2 a mistake in the command or runs that cannot be
 compared, 128 + signal after SIGTERM or Ctrl-C (everything saved).
 """
@@ -13,7 +13,7 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import ml_collections
@@ -29,6 +29,12 @@ from mesanet_jax.models import MODELS, LanguageModel
 # What may differ between the runs of a comparison, beside the options of mixers and of kinds of model. The feed-forward
 # may, since a larger mixer is made up for by a narrower one (`configs/mamba2.py:440m-published`). The report states it all.
 FREE = {"name", "model.kind", "model.pattern", "model.mlp_ratio", "optimizer.learning_rate"}
+# Fields of some mixer, and of some kind of model alone.
+OPTIONS = {
+    f"model.{path}"
+    for path in schema.flatten({name: mixer.FIELDS for name, mixer in MIXERS.items()})
+    | {name: None for kind in MODELS.values() for name in kind.FIELDS.keys() - LanguageModel.FIELDS.keys()}
+}
 
 
 def main(argv: list[str]) -> int:
@@ -49,7 +55,9 @@ def main(argv: list[str]) -> int:
     with Relay() as relay:
         for number, run in enumerate(runs, start=1):
             print(f"[{number}/{len(runs)}] {run.config.name}: {run.spec} in {run.workdir}", flush=True)
-            failure = run.complete(relay, overrides)
+            for path in overrides.keys() - run.overrides.keys():
+                print(f"--config.{path}: not an option of {run.config.name}, left out", flush=True)
+            failure = run.complete(relay)
             if relay.received:
                 print("stopped by a signal; run the same command to go on", flush=True)
                 return 128 + relay.received
@@ -69,11 +77,12 @@ def main(argv: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One config of the comparison and its directory."""
+    """One config of the comparison, what is set on it, and its directory."""
 
     spec: str
     config: ml_collections.ConfigDict
     workdir: epath.Path
+    overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def saved_steps(self) -> list[int]:
         """Steps whose checkpoints are there; makes no directory."""
@@ -84,9 +93,9 @@ class Run:
         saved.close()
         return steps
 
-    def complete(self, relay: "Relay", overrides: dict[str, str]) -> str | None:
+    def complete(self, relay: "Relay") -> str | None:
         """Does what is left of training and evaluation: what failed, or None. Each command writes its plot last."""
-        values = [f"--config.{path}={value}" for path, value in overrides.items()]
+        values = [f"--config.{path}={value}" for path, value in self.overrides.items()]
         trained = self.saved_steps()[-1:] == [self.config.steps] and (self.workdir / "loss.png").exists()
         evaluated = comparison.evaluation_path(self.config, self.workdir, ".png").exists()
         commands = {
@@ -112,16 +121,25 @@ def load(specs: Sequence[str], overrides: dict[str, str], workdir: epath.Path) -
     runs = []
     for spec in specs:
         try:
-            config = config_lib.load(spec, overrides)
+            mine = applicable(spec, overrides)
+            config = config_lib.load(spec, mine)
         except UserError as error:
             raise UserError(f"{spec}: {error}") from error
-        runs.append(Run(spec, config, workdir / config.name))
+        runs.append(Run(spec, config, workdir / config.name, mine))
     check_names(runs)
     check_equal(runs)
     train.open_data(runs[0].config)
     for run in runs:
         workdir_lib.check(run.workdir, run.config, begun=bool(run.saved_steps()))
     return runs
+
+
+def applicable(spec: str, overrides: Mapping[str, str]) -> dict[str, str]:
+    """The overrides without options of mixers and kinds of model that this config's has not, but another's may have."""
+    # The pattern decides what options there are.
+    decisive = {path: value for path, value in overrides.items() if path == "model.pattern"}
+    known = schema.flatten(config_lib.load(spec, decisive))
+    return {path: value for path, value in overrides.items() if path in known or path not in OPTIONS}
 
 
 def check_names(runs: Sequence[Run]) -> None:
@@ -156,13 +174,7 @@ def check_equal(runs: Sequence[Run]) -> None:
 
 def _compared(config: ml_collections.ConfigDict) -> dict:
     """The values that must be equal in every run of a comparison."""
-    mixers = tuple(f"model.{name}." for name in MIXERS)
-    own = {f"model.{name}" for kind in MODELS.values() for name in kind.FIELDS.keys() - LanguageModel.FIELDS.keys()}
-    return {
-        path: value
-        for path, value in schema.flatten(config).items()
-        if path not in FREE | own and not path.startswith(mixers)
-    }
+    return {path: value for path, value in schema.flatten(config).items() if path not in FREE | OPTIONS}
 
 
 class Relay:

@@ -6,7 +6,7 @@ T tokens of a row.
 import dataclasses
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from etils import epath
 from mesanet_jax import checkpoint, models, plots, schema
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals.perplexity import Evaluation, position_buckets
-from mesanet_jax.evaluate import file_name, markdown_table
+from mesanet_jax.evaluate import FORETOLD, SCORES, file_name, markdown_table
 from mesanet_jax.progress import short_number
 from mesanet_jax.trackers import read_json_lines
 
@@ -44,6 +44,7 @@ class Result:
     evaluation: Evaluation
     modes: Mapping[str, Mapping[str, Any]]  # scores of ways to compute the loss other than decoding, by name
     losses: tuple[np.ndarray, np.ndarray]  # steps, nats a token
+    terms: Mapping[str, tuple[np.ndarray, np.ndarray]]  # `plots.terms`
     settings: Mapping[str, Any]  # the config, flat
 
     SHARED = ("steps", "batch", "seed", "order_seed", "data", "evaluated_data")
@@ -83,9 +84,11 @@ def read(config, workdir: epath.Path) -> Result:
             bytes=evaluated["bytes"],
             position_loss_T=np.array(evaluated["position_loss"], float),  # null: NaN
             position_tokens_T=np.array(evaluated["position_tokens"]),
+            foretold=evaluated.get("foretold"),  # absent from evaluations of earlier versions
         ),
-        modes=evaluated.get("modes", {}),  # absent from evaluations of earlier versions
+        modes=evaluated.get("modes", {}),  # likewise
         losses=plots.training_loss(records),
+        terms=plots.terms(records),
         settings=schema.flatten(config),
     )
 
@@ -131,13 +134,14 @@ class Comparison:
         """What models that have more than one way to compute their loss score in the others."""
         rows = [
             (result.name, mode, f"{scores['loss']:.4f}", f"{scores['loss'] - result.evaluation.loss:+.4f}",
-             "unknown" if scores["bits_per_byte"] is None else f"{scores['bits_per_byte']:.4f}")
+             _known(scores["bits_per_byte"], "{:.4f}".format), _known(scores.get("foretold"), "{:.1%}".format))
             for result in self.results for mode, scores in result.modes.items()
         ]  # fmt: skip
         if not rows:
             return []
-        header = ("run", "mode", "loss (nats / token)", "less decoding", "bits / byte")
-        return ["## Other modes", "The table above has the loss of decoding.", markdown_table(header, rows)]
+        header = ("run", "mode", "loss (nats / token)", "less decoding", "bits / byte", FORETOLD)
+        drawn = ["![memory during training](comparison-terms.png)"] if any(r.terms for r in self.results) else []
+        return ["## Other modes", "The table above has the loss of decoding.", markdown_table(header, rows), *drawn]
 
     def _differences(self) -> list[str]:
         """What runs set differently; an option of a mixer or kind of model that only one run has differs from nothing."""
@@ -187,6 +191,11 @@ class Comparison:
             directory / "comparison-loss.png",
             title=f"Training loss, {len(self.results)} runs on the same rows",
         )
+        plots.plot_terms(
+            {result.name: result.terms for result in self.results},
+            directory / "comparison-terms.png",
+            title="Memory during training",
+        )
         if self.baseline is not None:
             zero_T = self.baseline.evaluation.position_loss_T
             plots.plot_positions(
@@ -211,22 +220,26 @@ def _text(value: Any) -> str:
 
 
 HEADER = (
-    "run", "parameters", "learning rate", "loss (nats / token)", "perplexity", "bits / byte",
+    "run", "parameters", "learning rate", "loss (nats / token)", "perplexity", "bits / byte", FORETOLD,
     "tokens / s", "peak memory (GB)", "training MFLOP / token",
 )  # fmt: skip
 
 
+def _known(value: float | None, form: Callable[[float], str]) -> str:
+    return "unknown" if value is None else form(value)
+
+
 def _row(result: Result) -> tuple[str, ...]:
-    known = lambda value, form: "unknown" if value is None else form(value)
     return (
         result.name,
         f"{result.parameters / 1e6:.2f}M",
         f"{result.learning_rate:g}",
         f"{result.evaluation.loss:.4f}",
         f"{result.evaluation.perplexity:.2f}",
-        known(result.evaluation.bits_per_byte, "{:.4f}".format),
-        known(result.tokens_per_second, short_number),
-        known(result.memory_gb, "{:.2f}".format),
+        _known(result.evaluation.bits_per_byte, "{:.4f}".format),
+        _known(result.evaluation.foretold, "{:.1%}".format),
+        _known(result.tokens_per_second, short_number),
+        _known(result.memory_gb, "{:.2f}".format),
         f"{result.training_flops / 1e6:.1f}",
     )
 
@@ -235,11 +248,10 @@ def _record(result: Result) -> dict:
     plain = (
         "name", "pattern", "parameters", "learning_rate", "training_flops", "tokens_per_second", "memory_gb"
     )  # fmt: skip
-    scores = ("loss", "perplexity", "bits_per_byte")
     return {
         **{name: getattr(result, name) for name in plain},
-        **{name: getattr(result.evaluation, name) for name in scores},
-        "modes": {mode: {name: other[name] for name in scores} for mode, other in result.modes.items()},
+        **{name: getattr(result.evaluation, name) for name in SCORES},
+        "modes": {mode: {name: other.get(name) for name in SCORES} for mode, other in result.modes.items()},
         "position_loss": [None if np.isnan(x) else float(x) for x in result.evaluation.position_loss_T],
     }
 

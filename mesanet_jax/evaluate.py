@@ -35,6 +35,8 @@ from mesanet_jax.plots import plot_positions
 from mesanet_jax.watchdog import Watchdog
 
 PROTOCOLS = ("rows", "stream")
+SCORES = ("loss", "perplexity", "bits_per_byte", "foretold")  # of an `Evaluation`, in the JSON
+FORETOLD = "tokens given p > 1/2"
 
 
 def main(argv: list[str]) -> None:
@@ -114,6 +116,7 @@ class Report:
             ("loss (nats / token)", f"{result.loss:.4f}"),
             ("perplexity", f"{result.perplexity:.2f}"),
             ("bits per byte", bits),
+            (FORETOLD, f"{result.foretold:.1%}"),
             *self._words(),
             *self._others(),
             ("tokens", f"{result.tokens:,}"),
@@ -147,6 +150,7 @@ class Report:
                 (f"gap, {mode} less decoding", f"{other.loss - self.evaluation.loss:+.4f}"),
                 (f"perplexity, {mode}", f"{other.perplexity:.2f}"),
                 (f"bits per byte, {mode}", "none" if other.bits_per_byte is None else f"{other.bits_per_byte:.4f}"),
+                (f"{FORETOLD}, {mode}", f"{other.foretold:.1%}"),
             ]
         return rows + [(f"{name} (mean over batches)", f"{value:.1f}") for name, value in self.evaluation.told.items()]
 
@@ -155,7 +159,7 @@ class Report:
         plain = [field.name for field in dataclasses.fields(self) if field.name not in ("evaluation", "windows")]
         fields = {name: getattr(self, name) for name in (*plain, "protocol", "word_perplexity")}
         result = self.evaluation
-        scores = {name: getattr(result, name) for name in ("loss", "perplexity", "bits_per_byte", "tokens", "bytes")}
+        scores = {name: getattr(result, name) for name in (*SCORES, "tokens", "bytes")}
         return {
             **fields,
             **scores,
@@ -163,7 +167,7 @@ class Report:
             "position_tokens": result.position_tokens_T.tolist(),
             "modes": {
                 mode: {
-                    **{name: getattr(other, name) for name in ("loss", "perplexity", "bits_per_byte")},
+                    **{name: getattr(other, name) for name in SCORES},
                     "position_loss": _curve(other),
                 }
                 for mode, other in result.others.items()

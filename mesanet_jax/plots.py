@@ -12,6 +12,8 @@ BLUE, ORANGE, GREY = "#3b6fb6", "#d9782d", "0.55"
 # A dozen curves are told apart by colour and dash together.
 COLOURS = ("#3b6fb6", "#d9782d", "#2e8b57", "#b5373c", "#7d55a8", "#444444")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
+# Of models with a memory: a term of the objective, and what another way to compute the loss gains over decoding.
+TERMS = {"consistency": "consistency loss", "validation_gap_lifted": "lifted less deployed\n(nats / token)"}
 STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -67,26 +69,31 @@ def plot_training(metrics: epath.Path, png: epath.Path, *, title: str) -> None:
         _save(figure, png)
 
 
-def plot_terms(metrics: epath.Path, png: epath.Path, *, title: str) -> None:
-    """The consistency term of the objective, and what another way to compute the loss gains over decoding.
+def terms(records: list[dict]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Steps and values of those of TERMS that a run has."""
+    return {name: curve for name in TERMS if len((curve := series(records, name))[0])}
 
-    Draws nothing where a run has neither.
+
+def plot_terms(runs: Mapping[str, Mapping[str, tuple[np.ndarray, np.ndarray]]], png: epath.Path, *, title: str) -> None:
+    """A panel for each of TERMS; `runs` maps a label to its `terms`. Draws nothing where no run has any.
+
+    A run without any takes a colour all the same, so that each has that of `plot_losses` and `plot_positions`.
     """
-    plt, records = _pyplot(), read_json_lines(metrics)
-    panels = {
-        "consistency": "consistency of the two passes",
-        "validation_gap_lifted": "lifted less deployed (nats / token)",
-    }
-    curves = {label: curve for name, label in panels.items() if len((curve := series(records, name))[0])}
-    if not curves:
+    names = [name for name in TERMS if any(name in curves for curves in runs.values())]
+    if not names:
         return
+    plt = _pyplot()
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
-            len(curves), 1, figsize=(7, 2.6 * len(curves)), sharex=True, squeeze=False, layout="constrained"
+            len(names), 1, figsize=(8, 2.6 * len(names)), sharex=True, squeeze=False, layout="constrained"
         )  # fmt: skip
-        for axis, (label, (steps, values)) in zip(axes[:, 0], curves.items()):
-            axis.plot(steps, values, "o-", color=BLUE, markersize=3, linewidth=1)
-            axis.set(ylabel=label)
+        for axis, name in zip(axes[:, 0], names):
+            for look, (label, curves) in zip(_looks(), runs.items()):
+                if name in curves:
+                    axis.plot(*curves[name], marker="o", markersize=3, linewidth=1.2, label=label, **look)
+            axis.set(ylabel=TERMS[name])
+            if len(runs) > 1:
+                _legend_beside(axis)
         axes[0, 0].set(title=title)
         axes[-1, 0].set(xlabel="step")
         _save(figure, png)

@@ -26,7 +26,7 @@ from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals.perplexity import evaluate_rows
 from mesanet_jax.goodput import Goodput
-from mesanet_jax.plots import plot_terms, plot_training
+from mesanet_jax.plots import plot_terms, plot_training, terms
 from mesanet_jax.pods import executable
 from mesanet_jax.preemption import Preemption
 from mesanet_jax.progress import Progress
@@ -189,7 +189,8 @@ def train(
         trackers.close()
         if chief:
             plot_training(spool.local / "metrics.jsonl", workdir / "loss.png", title=config.name)
-            plot_terms(spool.local / "metrics.jsonl", workdir / "terms.png", title=config.name)
+            told = terms(read_json_lines(spool.local / "metrics.jsonl"))
+            plot_terms({config.name: told}, workdir / "terms.png", title=config.name)
             observations.plot(observations.newest(spool.local / "metrics.jsonl"), workdir / "last", title=config.name)
         progress.message(f"finished: {workdir} holds all {config.steps} steps; curves in {workdir / 'loss.png'}")
     return 0

@@ -7,7 +7,7 @@ Random tokens and weights, one device. A step trains on --tokens tokens in rows 
 of mesanet_jax.generate, one sequence: chunks of 512, then single tokens. Every measurement has a process of its own, as the
 peak of memory is one of a process, and a line in DIR/efficiency.jsonl: running the command again measures what is missing,
 and not again what failed (out of memory, say).
-Then DIR/efficiency.md and .png compare with the last config. `--config.FIELD=VALUE` holds for all.
+Then DIR/efficiency.md, and .png of several lengths, compare with the last config. `--config.FIELD=VALUE` holds for all.
 """
 
 import itertools
@@ -133,8 +133,10 @@ def report(out: pathlib.Path, specs: list[str], lengths: list[int], kinds: list[
         rows.append((kind, f"{length}", spec.rpartition("/")[2].replace(".py", ""), *cells))
     header = ("what", "length", "config", "tokens read / s", "peak memory (GB)", "tokens written / s", "state (MB)")
     (out / "efficiency.md").write_text(markdown_table(header, rows) + "\n")
-    panels = [panel for panel in PANELS if panel[0] in kinds]
-    draw(out / "efficiency.png", {panel: curves(found, panel, specs, lengths) for panel in panels}, lengths)
+    panels = {panel: curves(found, panel, specs, lengths) for panel in PANELS if panel[0] in kinds}
+    known = {panel: values for panel, values in panels.items() if np.isfinite([*values.values()]).any()}
+    if known and len(lengths) > 1:
+        draw(out / "efficiency.png", known, lengths)
     print((out / "efficiency.md").read_text())
 
 
@@ -168,9 +170,9 @@ def draw(png: pathlib.Path, panels: dict, lengths: list[int]) -> None:
     import matplotlib.pyplot as plt
 
     with plt.rc_context(plots.STYLE):
-        shape = (len(panels) // 2, 2)
+        shape = (-(-len(panels) // 2), 2)
         figure, axes = plt.subplots(*shape, figsize=(9, 3 * shape[0]), layout="constrained", sharex=True, squeeze=False)
-        for axis, ((*_, label), by_config) in zip(axes.flat, panels.items(), strict=True):
+        for axis, ((*_, label), by_config) in zip(axes.flat, panels.items()):
             for (spec, values), colour in zip(by_config.items(), plots.COLOURS):
                 axis.plot(lengths, values, "o-", color=colour, label=spec.rpartition("/")[2].replace(".py", ""))
             axis.set_xscale("log", base=2)

@@ -120,6 +120,18 @@ def test_mistakes_are_one_line_and_status_2(tmp_path, tiny_data, monkeypatch, ca
 # ---- a whole comparison
 
 
+def test_an_option_holds_for_the_runs_that_have_it(tmp_path, tiny_data):
+    """One of a mixer and one of a kind of model; a misspelt one is one that none can have."""
+    specs = ["configs/mesanet.py:smoke", "configs/transformer.py:smoke"]
+    values = overrides(tiny_data, "none") | {"model.mesa.max_iters": "7", "model.max_sweeps": "5"}
+    mesa, plain = compare.load(specs, values, tmp_path)
+    assert mesa.config.model.mesa.max_iters == 7 and "mesa" not in plain.config.model
+    assert values.keys() - mesa.overrides.keys() == {"model.max_sweeps"}
+    assert values.keys() - plain.overrides.keys() == {"model.mesa.max_iters", "model.max_sweeps"}
+    with pytest.raises(UserError, match="model.mesa.max_iter: no such field"):
+        compare.load(specs, values | {"model.mesa.max_iter": "7"}, tmp_path)
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, tiny_data):
     """Two families, and a third run whose directory another process holds."""
@@ -174,7 +186,8 @@ def result(name: str, loss: float, **changes) -> comparison.Result:
     made = comparison.Result(
         name=name, pattern=(name,), learning_rate=1e-3, parameters=2_000_000, training_flops=1e7,
         tokens_per_second=1234.0, memory_gb=None, steps=10, batch=(4, 4), seed=0, order_seed=0, data="abc",
-        evaluated_data="abc", settings={"name": name, "model.kind": "language_model", "model.pattern": (name,)}, modes={}, losses=(np.arange(10), np.linspace(3, loss, 10)),
+        evaluated_data="abc", settings={"name": name, "model.kind": "language_model", "model.pattern": (name,)}, modes={}, terms={},
+        losses=(np.arange(10), np.linspace(3, loss, 10)),
         evaluation=Evaluation(
             loss=loss, bits_per_byte=None, tokens=4, bytes=0, position_loss_T=np.array([np.nan, loss, loss, loss]),
             position_tokens_T=np.array([0, 1, 1, 2]),
@@ -197,7 +210,7 @@ def test_without_a_transformer_the_positions_are_left_out(tmp_path):
 
 
 def test_other_modes_stand_beside_the_loss_of_decoding():
-    scores = {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": 0.5, "position_loss": []}
+    scores = {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": 0.5, "foretold": 0.25, "position_loss": []}
     report = comparison.Comparison(
         [result("attention", 2.0), result("maglev", 1.75, modes={"lifted": scores})], failed={}
     )
@@ -206,11 +219,22 @@ def test_other_modes_stand_beside_the_loss_of_decoding():
         for line in report.markdown().splitlines()
         if line.startswith("|")
     ]
-    assert ["maglev", "lifted", "1.5000", "-0.2500", "0.5000"] in table
+    assert ["maglev", "lifted", "1.5000", "-0.2500", "0.5000", "25.0%"] in table
     assert [run["modes"] for run in report.record()["runs"]] == [
-        {"lifted": {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": 0.5}},
+        {"lifted": {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": 0.5, "foretold": 0.25}},
         {},
     ]
+
+
+def test_what_memories_do_during_training_is_drawn_where_there_are_any(tmp_path):
+    png = tmp_path / "comparison-terms.png"
+    plain, curve = result("attention", 2.0), (np.array([5, 10]), np.array([-0.1, -0.2]))
+    scores = {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": None}  # of an earlier version
+    memory = result("maglev", 1.75, modes={"lifted": scores}, terms={"validation_gap_lifted": curve})
+    for results, drawn in (([plain], False), ([plain, memory], True)):
+        report = comparison.Comparison(results, failed={})
+        report.write(tmp_path)
+        assert png.exists() == drawn == (png.name in report.markdown())
 
 
 def test_says_what_differs():

@@ -23,6 +23,9 @@ class Evaluation:
     bytes: int  # UTF-8 bytes of the text that the targets stand for
     position_loss_T: np.ndarray  # mean nats at each position of the row, NaN where no token was valid
     position_tokens_T: np.ndarray
+    # Share of the tokens that were given more than half of the probability. No other is likelier then: the accuracy of the
+    # likeliest token is at least this. None in evaluations of earlier versions.
+    foretold: float | None = None
     # Of a model that has more than one way to compute its loss, of which the above is that of decoding:
     others: Mapping[str, "Evaluation"] = dataclasses.field(default_factory=dict)
     told: Mapping[str, float] = dataclasses.field(default_factory=dict)  # about the computation, means over batches
@@ -66,8 +69,9 @@ def evaluate_rows(scores_fn: Callable, params, batches: Iterable[dict], token_by
         bytes_BT = np.where(valid_BT, token_bytes[_on_host(batch["targets"])], 0)
         for mode, on_device_BT in {None: decoding_BT, **others}.items():
             nats_BT = _on_host(on_device_BT).astype(np.float64)
+            foretold_BT = valid_BT & (nats_BT < math.log(2))
             text_nats_BT = np.where(bytes_BT > 0, nats_BT, 0.0)
-            sums_CT = np.stack([x.sum(axis=0) for x in (nats_BT, valid_BT, text_nats_BT, bytes_BT)])
+            sums_CT = np.stack([x.sum(axis=0) for x in (nats_BT, valid_BT, text_nats_BT, bytes_BT, foretold_BT)])
             totals[mode] = totals.get(mode, 0.0) + sums_CT
     if not totals or not totals[None][1].any():
         raise UserError("evaluation: these rows hold no valid token; is the split empty?")
@@ -77,8 +81,8 @@ def evaluate_rows(scores_fn: Callable, params, batches: Iterable[dict], token_by
 
 
 def _evaluation(totals_CT: np.ndarray) -> Evaluation:
-    """Of the sums over rows of nats, tokens, nats of text and bytes, at each position."""
-    nats_T, tokens_T, text_nats_T, bytes_T = totals_CT
+    """Of the sums over rows of nats, tokens, nats of text, bytes and foretold tokens, at each position."""
+    nats_T, tokens_T, text_nats_T, bytes_T, foretold_T = totals_CT
     nats, tokens, text_nats, count = (float(x.sum()) for x in (nats_T, tokens_T, text_nats_T, bytes_T))
     return Evaluation(
         loss=nats / tokens,
@@ -87,6 +91,7 @@ def _evaluation(totals_CT: np.ndarray) -> Evaluation:
         bytes=int(count),
         position_loss_T=np.divide(nats_T, tokens_T, out=np.full(nats_T.shape, np.nan), where=tokens_T > 0),
         position_tokens_T=tokens_T.astype(np.int64),
+        foretold=float(foretold_T.sum()) / tokens,
     )
 
 
