@@ -12,7 +12,6 @@ dq is a readout (readout.py). One set of keys may carry several memories: all bu
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size, D columns of a block.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -65,17 +64,11 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
             block = lambda x: x.at[n, b, h, columns(j), columns(d)]
             tiles.fetch([(block(x), x_s) for x_parts, s in pairs for x, x_s in zip(x_parts, s)], state_loaded[i])
 
-        def fetch_following(fetch, i, d):
-            """For the block after d: of this memory, or the first of the next."""
-            last = d + 1 == memories[i].v_BTHV.shape[-1] // BLOCK
-            pl.when(~last)(lambda: fetch(i, d + 1))
-            if i + 1 < len(memories):
-                pl.when(last)(lambda: fetch(i + 1, 0))
-
         every = zip((*q, k), (*q_s, k_s))
         tiles.fetch([(x.at[b, tokens, h, columns(j)], x_s[j]) for x, x_s in every for j in key_blocks], loaded)
-        fetch_tokens(0, 0)
-        fetch_state(0, 0, 0)
+        steps = [(i, d) for i, x in enumerate(dv) for d in range(x.shape[-1] // BLOCK)]
+        fetch_tokens(*steps[0])
+        fetch_state(*steps[0], 0)
         leave_C = tiles.untiled(leave.at[n, b, h], tiles.ROWS.reduce(1))
         per_token = tiles.per_row(leave_C, BLOCK)
 
@@ -85,47 +78,37 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
         scores = lambda: tiles.product((CHUNK, CHUNK), *factors)
         inner_s[...] = (scores() * tiles.untiled(intra.at[n, b, h])).astype(half)
         plgpu.commit_smem()
-
-        def of_block(i, d, sums):
-            """Adds to the sums what 64 columns of memory i have to add, and stores dv of these columns."""
-            dinner_CC, denter_C, written, carried = sums
-            memory = memories[i]
-            v_s, *do_s = tokens_s[: 1 + len(memory.do_parts)]
-            states_s, dstates_s = (
-                x_s[: len(parts)] for x_s, parts in zip(state_s, (memory.states_parts, memory.dstates_parts))
+        dinner_CC, denter_C = None, 0.0
+        written, carried = [None for _ in key_blocks], [0.0 for _ in key_blocks]
+        for step, following in zip(steps, [*steps[1:], None]):
+            i = step[0]
+            v_s, *do_s = tokens_s[: 1 + len(memories[i].do_parts)]
+            s_parts, ds_parts = (
+                x_s[: len(parts)] for x_s, parts in zip(state_s, (memories[i].states_parts, memories[i].dstates_parts))
             )
-            read_CD, kept_CD, written, carried = None, None, list(written), list(carried)
+            read_CD, kept_CD = None, None
             plgpu.barrier_wait(tokens_loaded[i])
             for j in key_blocks:
                 plgpu.barrier_wait(state_loaded[i])
-                carried[j] += jnp.sum(tiles.total(states_s) * tiles.total(dstates_s), axis=1)
-                read_CD = tiles.product((CHUNK, BLOCK), *tiles.crossed(q_of_block[j], states_s), start=read_CD)
-                kept_CD = tiles.product((CHUNK, BLOCK), *tiles.crossed([k_s[j]], dstates_s), start=kept_CD)
-                into_keys = tiles.crossed([v_s], tiles.transposed(dstates_s))
+                carried[j] += jnp.sum(tiles.total(s_parts) * tiles.total(ds_parts), axis=1)
+                read_CD = tiles.product((CHUNK, BLOCK), *tiles.crossed(q_of_block[j], s_parts), start=read_CD)
+                kept_CD = tiles.product((CHUNK, BLOCK), *tiles.crossed([k_s[j]], ds_parts), start=kept_CD)
+                into_keys = tiles.crossed([v_s], tiles.transposed(ds_parts))
                 written[j] = tiles.product((CHUNK, BLOCK), *into_keys, start=written[j])
-                plgpu.commit_smem()  # all warps are past this part of the states
+                plgpu.commit_smem()  # all warps are past the block
                 if j + 1 < len(key_blocks):
-                    fetch_state(i, d, j + 1)
-                else:
-                    fetch_following(functools.partial(fetch_state, j=0), i, d)
+                    fetch_state(*step, j + 1)
+                elif following:
+                    fetch_state(*following, 0)
             denter_C += jnp.sum(tiles.total(do_s) * read_CD, axis=1)
             dinner_CC = tiles.product((CHUNK, CHUNK), *tiles.crossed(do_s, tiles.transposed([v_s])), start=dinner_CC)
             inside = tiles.crossed(tiles.transposed([inner_s]), do_s)
             v_s[...] = tiles.product((CHUNK, BLOCK), *inside, start=per_token * kept_CD).astype(half)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(v_s, dv[i].at[b, tokens, h, columns(d)])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            fetch_following(fetch_tokens, i, d)
-            return dinner_CC, denter_C, tuple(written), tuple(carried)
-
-        nothing = lambda shape, layout: plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-        matrix, of_rows = nothing((CHUNK, BLOCK), tiles.ROWS), nothing((CHUNK,), tiles.ROWS.reduce(1))
-        sums = matrix, of_rows, (matrix,) * len(key_blocks), (of_rows,) * len(key_blocks)
-        for i, memory in enumerate(
-            memories
-        ):  # the blocks in a loop: all of them in a row are more than a cache of code
-            sums = lax.fori_loop(0, memory.v_BTHV.shape[-1] // BLOCK, functools.partial(of_block, i), sums)
-        dinner_CC, denter_C, written, carried = sums
+            plgpu.copy_smem_to_gmem(v_s, dv[i].at[b, tokens, h, columns(step[1])])
+            if following:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                fetch_tokens(*following)
 
         # The scores again: to keep them would take more registers than there are.
         dintra[n, b, h, ...] = dinner_CC * scores()

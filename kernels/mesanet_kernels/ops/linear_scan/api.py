@@ -38,7 +38,8 @@ def linear_scan(x, a, *, segment_ids=None, initial_state=None, implementation=No
       segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
       initial_state: [B, D]; belongs to the first token's document. Default zero.
       implementation: "reference", "xla", "pallas_gpu" (NVIDIA Hopper, at least 128 channels; float32 sums), "pallas_tpu"
-        (float32 sums), or None for the best that supports the call; never "pallas_gpu", which has not run on a GPU yet.
+        (float32 sums), or None for the best that supports the call; never "pallas_gpu", whose
+        speed was not measured yet.
 
     Returns:
       (h [B, T, D] in x's dtype, final state [B, D] float32).

@@ -1,4 +1,4 @@
-"""Mesa on NVIDIA Hopper, all of it in kernels: weights, states, solve, readout and their gradients (gpu/, solve_gpu.py).
+"""Mesa on NVIDIA Hopper, in kernels: states, solve and readout, and their gradients (gpu/, solve_gpu.py).
 
 As `chunked.mesa`. Products are of 16 bits with float32 sums. What a solve has made is the sum of two such parts, and so
 are the states that it meets: where keys repeat, what a solution has in common with them is its last bits, which the
@@ -20,7 +20,6 @@ from mesanet_kernels.gpu import recurrence, tiles
 from mesanet_kernels.gpu.gradients import Memory, gradients
 from mesanet_kernels.gpu.readout import readout
 from mesanet_kernels.gpu.states import states
-from mesanet_kernels.gpu.weights import chunk_weights
 from mesanet_kernels.ops.mesa import solve_gpu
 from mesanet_kernels.ops.mesa.fused import LARGEST_STATE
 from mesanet_kernels.partition import partitioned
@@ -86,7 +85,7 @@ class Systems(NamedTuple):
 def _solve_and_read(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, h_kk, h_kv, segment_ids_BT):
     length = q_BTHK.shape[1]
     q_BTHK, k_BTHK, v_BTHV = (chunks.pad_time(x, chunk=CHUNK) for x in (q_BTHK, k_BTHK, v_BTHV))
-    weights = chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT)
+    weights = chunks.chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT, chunk=CHUNK)
     g_parts, final_h_kv = recurrence.entering(k_BTHK, v_BTHV, weights, h_kv, stored=TWO)
     systems, final_h_kk = systems_of(k_BTHK, weights, h_kk)
     x_parts, iterations_NBHC = solve(options, systems, (q_BTHK,), k_BTHK, weights, lam_HK)
@@ -102,7 +101,7 @@ def _solve_and_differentiate(options, *arrays):
     )
     length = k_BTHK.shape[1]
     k_BTHK, v_BTHV, do_BTHV, *x_parts = (chunks.pad_time(x, chunk=CHUNK) for x in (k_BTHK, v_BTHV, do_BTHV, *x_parts))
-    weigh = partial(chunk_weights, segment_ids_BT=segment_ids_BT)
+    weigh = partial(chunks.chunk_weights, segment_ids_BT=segment_ids_BT, chunk=CHUNK)
     weights, gates_gradients = jax.vjp(weigh, log_decay_BTH, beta_BTH)
 
     g_parts, _ = recurrence.entering(k_BTHK, v_BTHV, weights, h_kv, stored=TWO)
