@@ -28,7 +28,9 @@ from mesanet_jax.models import MODELS, LanguageModel
 
 # What may differ between the runs of a comparison, beside the options of mixers and of kinds of model. The feed-forward
 # may, since a larger mixer is made up for by a narrower one (`configs/mamba2.py:440m-published`). The report states it all.
-FREE = {"name", "model.kind", "model.pattern", "model.mlp_ratio", "optimizer.learning_rate"}
+FREE = {
+    "name", "model.kind", "model.pattern", "model.mlp_ratio", "optimizer.learning_rate", "optimizer.muon.learning_rate"
+}  # fmt: skip
 # Fields of some mixer, and of some kind of model alone.
 OPTIONS = {
     f"model.{path}"

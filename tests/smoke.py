@@ -4,12 +4,16 @@ B rows, T time.
 """
 
 import pathlib
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 
 from configs import mesanet, transformer
 from mesanet_jax import config as config_lib
+from mesanet_jax import mesh as mesh_lib
+from mesanet_jax import models
+from mesanet_jax import step as step_lib
 from mesanet_jax.step import BATCH
 
 ROOT = pathlib.Path(__file__).parents[1]  # where the commands run
@@ -22,6 +26,27 @@ def smoke_config(family: str, overrides: dict | None = None):
     config.update_from_flattened_dict(overrides or {})
     config_lib.validate(config)
     return config
+
+
+def build(config, sizes=(1, 1, 1)) -> SimpleNamespace:
+    """The program of a config on a mesh, and what it is made of."""
+    mesh = mesh_lib.make_mesh(sizes, jax.devices()[: np.prod(sizes)])
+    model = models.build(config.model)
+    with jax.set_mesh(mesh):
+        program = step_lib.compile_program(config, model, mesh)
+    return SimpleNamespace(config=config, mesh=mesh, model=model, program=program)
+
+
+def fresh(run):
+    """The state that training begins with."""
+    with jax.set_mesh(run.mesh):
+        return run.program.init(jax.random.key(0))
+
+
+def update(run, state, batch):
+    """(state, metrics) after an update."""
+    with jax.set_mesh(run.mesh):
+        return run.program.train(state, mesh_lib.place_batch(batch, run.mesh))
 
 
 def ragged_batch(config, *, seed: int = 0) -> dict:

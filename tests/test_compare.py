@@ -68,7 +68,12 @@ def test_refuses_what_is_not_the_mixer(tmp_path, tiny_data):
 
 @pytest.mark.parametrize(
     "line",
-    ["config.optimizer.learning_rate = 0.5", "config.model.attention.window = 8", "config.model.mlp_ratio = 2.5"],
+    [
+        "config.optimizer.learning_rate = 0.5",
+        "config.optimizer.muon.learning_rate = 0.5",
+        "config.model.attention.window = 8",
+        "config.model.mlp_ratio = 2.5",
+    ],
 )
 def test_allows_the_mixer_and_its_learning_rate(tmp_path, tiny_data, line):
     spec = variant(tmp_path / "other.py", line)

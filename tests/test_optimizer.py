@@ -16,9 +16,8 @@ from configs import nanochat_recipe
 from mesanet_jax import checkpoint, models, optimizer, schedule
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
-from mesanet_jax import step as step_lib
 from mesanet_jax.errors import UserError
-from tests.smoke import assert_bitwise, ragged_batch, smoke_config
+from tests.smoke import assert_bitwise, build, fresh, ragged_batch, smoke_config, update
 from tests.test_golden_configs import CONFIGS
 
 SMOKE = [name for name in CONFIGS if "-smoke" in name]
@@ -144,14 +143,14 @@ def test_plain_muon_is_jordans():
     params, grads = random_tree(model.shapes, seed=0), random_tree(model.shapes, seed=1)
     updates, _ = jax.jit(transformation.update)(grads, transformation.init(params), params, step=jnp.int32(2))
     for name in MATRICES:
-        for update, gradient in zip(updates["groups"][name]["kernel"], grads["groups"][name]["kernel"], strict=True):
+        for moved, gradient in zip(updates["groups"][name]["kernel"], grads["groups"][name]["kernel"], strict=True):
             x = gradient.T.astype(float)  # the momentum of the first update points where the gradient does
             x /= np.linalg.norm(x)
             for _ in range(5):
                 gram = x @ x.T
                 x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
             wanted = -0.02 * max(1, x.shape[0] / x.shape[1]) ** 0.5 * x
-            np.testing.assert_allclose(update.T, wanted, atol=2e-6)
+            np.testing.assert_allclose(moved.T, wanted, atol=2e-6)
 
 
 def test_a_sharded_update_is_the_same():
@@ -238,29 +237,13 @@ def compiled(family, sizes=(1, 1, 1)):
     return build(muon_config(family), sizes)
 
 
-def build(config, sizes=(1, 1, 1)):
-    """The program of a config on a mesh, and what it is made of."""
-    mesh = mesh_lib.make_mesh(sizes, jax.devices()[: np.prod(sizes)])
-    model = models.build(config.model)
-    with jax.set_mesh(mesh):
-        program = step_lib.compile_program(config, model, mesh)
-    return SimpleNamespace(config=config, mesh=mesh, model=model, program=program)
-
-
-def fresh(run):
-    with jax.set_mesh(run.mesh):
-        return run.program.init(jax.random.key(0))
-
-
 def train(run, state, steps, *, batch=None):
     """The state and losses after some updates, each with its own batch unless one is given."""
     losses = []
-    with jax.set_mesh(run.mesh):
-        for _ in range(steps):
-            seed = int(state["step"])
-            placed = mesh_lib.place_batch(ragged_batch(run.config, seed=seed) if batch is None else batch, run.mesh)
-            state, metrics = run.program.train(state, placed)
-            losses.append(float(metrics["loss"]))
+    for _ in range(steps):
+        seed = int(state["step"])
+        state, metrics = update(run, state, ragged_batch(run.config, seed=seed) if batch is None else batch)
+        losses.append(float(metrics["loss"]))
     return state, losses
 
 

@@ -14,10 +14,19 @@ import optax
 import pytest
 
 from mesanet_jax import mesh as mesh_lib
-from mesanet_jax import models, schedule
+from mesanet_jax import schedule
 from mesanet_jax import step as step_lib
 from mesanet_jax.errors import UserError
-from tests.smoke import FAMILIES, assert_bitwise, ragged_batch, relative_distances, smoke_config
+from tests.smoke import (
+    FAMILIES,
+    assert_bitwise,
+    build,
+    fresh,
+    ragged_batch,
+    relative_distances,
+    smoke_config,
+    update,
+)
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "one_step.json"
 ONE = (1, 1, 1)
@@ -36,22 +45,7 @@ def step_config(family, **train):
 @functools.cache
 def compiled(family, sizes=ONE, rows_per_device=16):
     """The program of a smoke config on a mesh, and what it is made of."""
-    config = step_config(family, rows_per_device=rows_per_device)
-    mesh = mesh_lib.make_mesh(sizes, jax.devices()[: np.prod(sizes)])
-    model = models.build(config.model)
-    with jax.set_mesh(mesh):
-        program = step_lib.compile_program(config, model, mesh)
-    return SimpleNamespace(config=config, mesh=mesh, model=model, program=program)
-
-
-def fresh(run):
-    with jax.set_mesh(run.mesh):
-        return run.program.init(jax.random.key(0))
-
-
-def update(run, state, batch):
-    with jax.set_mesh(run.mesh):
-        return run.program.train(state, mesh_lib.place_batch(batch, run.mesh))
+    return build(step_config(family, rows_per_device=rows_per_device), sizes)
 
 
 @functools.cache

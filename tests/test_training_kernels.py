@@ -1,13 +1,9 @@
 """Training with the fast implementations of the Mesa op follows training with the reference, step by step."""
 
-import jax
 import numpy as np
 import pytest
 
-from mesanet_jax import mesh as mesh_lib
-from mesanet_jax import models
-from mesanet_jax import step as step_lib
-from tests.smoke import ragged_batch, smoke_config
+from tests.smoke import build, fresh, ragged_batch, smoke_config, update
 
 STEPS = 12
 
@@ -19,14 +15,11 @@ def losses(implementation, **overrides):
         {"steps": STEPS, "model.mesa.implementation": implementation, "data.batch_size": 4, "model.heads": 1}
         | overrides,
     )
-    mesh = mesh_lib.make_mesh((1, 1, 1), jax.devices()[:1])
-    found = []
-    with jax.set_mesh(mesh):
-        program = step_lib.compile_program(config, models.build(config.model), mesh)
-        state = program.init(jax.random.key(0))
-        for step in range(STEPS):
-            state, metrics = program.train(state, mesh_lib.place_batch(ragged_batch(config, seed=step % 4), mesh))
-            found.append(float(metrics["loss"]))
+    run, found = build(config), []
+    state = fresh(run)
+    for step in range(STEPS):
+        state, metrics = update(run, state, ragged_batch(config, seed=step % 4))
+        found.append(float(metrics["loss"]))
     return np.array(found)
 
 
