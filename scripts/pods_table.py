@@ -25,7 +25,8 @@ PODS = {"v5e:4x4": "v5e-16", "v5p:4x4x4": "v5p-128"}
 SMALL, LARGE = PODS  # the memory of a chip
 # Data parallel, the configs' own mesh, but for what leaves v5e's 16 GiB no room beside its parameters and moments.
 MESH = {("v5e:4x4", "1b"): ("--config.mesh.data=1", "--config.mesh.fsdp=16")}
-ROWS = {"140m": 16, "440m": 8, "1b": 8}  # a device of v5e, at most
+# Rows of a device of v5e at most, by size, the smaller sizes first.
+ROWS = {"90m": 16, "125m": 16, "140m": 16, "180m": 16, "d12": 16, "440m": 8, "d20": 8, "1b": 8}
 GIBIBYTE = 2**30
 HBM_OF_SMALL, CHIPS_OF_SMALL = CHIPS["v5e"].hbm, 16
 WINDOWED_EINSUM = """
@@ -47,7 +48,7 @@ NOT_FITTING = 1  # the command's exit status
 
 def tasks() -> list[tuple[str, str]]:
     """(spec, topology) of every row: smaller models first, of a size the families that most is asked about."""
-    specs = sorted(shipped().items(), key=lambda item: (list(ROWS).index(item[1]), not item[0].startswith(FIRST)))
+    specs = sorted(shipped(ROWS).items(), key=lambda item: (list(ROWS).index(item[1]), not item[0].startswith(FIRST)))
     return [(spec, pod) for spec, _ in specs for pod in (LARGE, SMALL)]
 
 
@@ -119,8 +120,8 @@ def page() -> str:
         f"Compiled on {', '.join(dates)} with {'; '.join(versions)}.",
         "",
         "**Nothing here ran on a TPU.** Memory is what the TPU compiler assigned on each chip. Rows x turns: rows a device",
-        "holds at once (at most 16, on v5e 8 above 140m; a power of two by what v5p needs, halved until they fit) and in how",
-        "many turns it takes its share of the 256 rows of 2048.",
+        "holds at once (at most 16, on v5e 8 from 440m; a power of two by what v5p needs, halved until they fit) and in how",
+        "many turns it takes its share of the batch (256 rows; 512 of PHA, whose rows are of 1024 tokens, and of nanochat:d20).",
         "TFLOP are of a chip and step: those the model needs (`mesanet_jax/flops.py`) and those of the compiled matrix",
         "products, recomputation included. GB: results of the collectives of a chip and step. Seconds, MFU and dollars are",
         "an **estimate**: the cycles that the compiler's cost model expects, with the transfers between chips all hidden to",
