@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     for split, record in done["splits"].items():
         print(f"{config.output}: {split}: {record['rows']:,} rows of {config.seq_len} + 1, {config.pairs} answers each")
     print(
-        f"an answer is {config.delay} tokens behind its value: {math.log(config.symbols):.4f} nats without memory;"
+        f"a validation answer is {config.delay} tokens behind its value: {math.log(config.symbols):.4f} nats without memory;"
         f" windows of W tokens in L layers have none of it where L (W - 1) < {config.delay - 1}"
     )
 

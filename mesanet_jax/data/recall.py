@@ -8,6 +8,10 @@ What L layers of windows of W tokens read lies at most L (W - 1) tokens before t
 reaches 10,220 so). The last token before an answer is delay - 1 tokens behind its value, so with a delay of L (W - 1) + 2 or
 more, windows alone stay at ln(symbols).
 
+Where all rows have one delay, nothing has to be carried: what sees the whole past, as Maglev's prefiller does, can fetch the
+value by its distance when the answer is due, and a decoder that sees windows alone may never learn to. Training rows of many delays
+(`shortest_delay`) do not say when an answer is due, and windows alone learn the short ones first. Validation rows have `delay`.
+
 R rows, L tokens in a row (seq_len + 1), P pairs.
 """
 
@@ -35,6 +39,7 @@ SCHEMA = {
     "output": Field("", "directory to write: rows and manifest.json"),
     "seq_len": Field(1024, "tokens a row is trained on; rows hold one more", at_least=8),
     "delay": Field(512, "tokens from a value to its answer", at_least=2),
+    "shortest_delay": Field(None, "training rows have delays from this to `delay`, drawn evenly; none: all have `delay`", kind=int, at_least=2),
     "pairs": Field(4, "pairs of a key and a value to remember in a row", at_least=1),
     "symbols": Field(16, f"symbols that values are drawn from, at most {len(VALUES)}", at_least=2),
     "train_rows": Field(100_000, "rows of the training split", at_least=1),
@@ -55,8 +60,13 @@ def check(config: ml_collections.ConfigDict) -> None:
         if config[field] > len(known):
             raise UserError(f"config.{field}={config[field]}: there are {len(known)}")
     length = 2 * config.pairs
-    if config.delay < length:
-        raise UserError(f"config.delay={config.delay}: must be at least {length}, or the pairs' two places overlap")
+    for field in ("delay", "shortest_delay"):
+        if (config[field] or length) < length:
+            raise UserError(
+                f"config.{field}={config[field]}: must be at least {length}, or the pairs' two places overlap"
+            )
+    if (config.shortest_delay or 0) > config.delay:
+        raise UserError(f"config.shortest_delay={config.shortest_delay}: is longer than config.delay={config.delay}")
     if config.delay + length > config.seq_len + 1:
         need = config.delay + length - 1
         raise UserError(f"config.seq_len={config.seq_len}: must be at least {need}, for {config.pairs} pairs twice")
@@ -65,23 +75,25 @@ def check(config: ml_collections.ConfigDict) -> None:
 def rows(config: ml_collections.ConfigDict, split: str) -> Iterator[np.ndarray]:
     """The rows of a split in order, a part at a time, [R] of `packing.row_dtype` with answers; the same for a seed always."""
     count = config[f"{split}_rows"]
+    shortest = config.shortest_delay if split == "train" else None
     for part, first in enumerate(range(0, count, _AT_ONCE)):
         rng = np.random.default_rng([config.seed, _SPLITS.index(split), part])
-        yield _rows(config, min(_AT_ONCE, count - first), rng)
+        yield _rows(config, min(_AT_ONCE, count - first), shortest or config.delay, rng=rng)
 
 
-def _rows(config: ml_collections.ConfigDict, count: int, rng: np.random.Generator) -> np.ndarray:
-    length = config.seq_len + 1
+def _rows(config: ml_collections.ConfigDict, count: int, shortest: int, *, rng: np.random.Generator) -> np.ndarray:
+    length, longest = config.seq_len + 1, config.delay
+    delay_R1 = longest if shortest == longest else rng.integers(shortest, longest, size=(count, 1), endpoint=True)
     keys_RP = rng.permuted(np.tile(KEYS, (count, 1)), axis=1)[:, : config.pairs]
     values_RP = VALUES[rng.integers(config.symbols, size=(count, config.pairs))]
     pairs = np.stack([keys_RP, values_RP], axis=-1).reshape(count, -1)
-    onset_R1 = rng.integers(length - config.delay - pairs.shape[1] + 1, size=(count, 1))
+    onset_R1 = rng.integers(length - delay_R1 - pairs.shape[1] + 1, size=(count, 1))
     place = onset_R1 + np.arange(pairs.shape[1])
     tokens_RL = FILLER[rng.integers(len(FILLER), size=(count, length))]
-    for shift in (0, config.delay):
+    for shift in (0, delay_R1):
         np.put_along_axis(tokens_RL, place + shift, pairs, axis=1)
     answers_RL = np.zeros((count, length), bool)
-    np.put_along_axis(answers_RL, place[:, 1::2] + config.delay, True, axis=1)
+    np.put_along_axis(answers_RL, place[:, 1::2] + delay_R1, True, axis=1)
 
     made = np.zeros(count, _dtype(config))
     made["tokens"], made["length"] = tokens_RL, length

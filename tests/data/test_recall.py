@@ -80,6 +80,23 @@ def test_rows_depend_on_the_seed_alone():
     assert len(np.unique(np.concatenate(both), axis=0)) == 3000
 
 
+def test_training_rows_may_have_shorter_delays():
+    """Each as often, wherever they fit; validation rows are the same as without."""
+    config = task(shortest_delay=7, train_rows=5400)
+    rows_R = made(config)
+    tokens_RL, place = rows_R["tokens"], places(rows_R)
+    key_R1 = np.take_along_axis(tokens_RL, place[:, :1] - 1, axis=1)
+    delays_R = np.diff(np.nonzero(tokens_RL == key_R1)[1].reshape(-1, 2))[:, 0]
+    take = lambda shift: np.take_along_axis(tokens_RL, place - shift, axis=1)
+    np.testing.assert_array_equal(take(0), take(delays_R[:, None]))
+    counts = np.bincount(delays_R, minlength=61)
+    assert not counts[:7].any() and len(counts) == 61 and counts[7:].min() > 50 and counts.max() < 160
+    assert ((place - delays_R[:, None]).min(), place.max()) == (1, 127)
+    assert made(config, "validation").tobytes() == made(task(), "validation").tobytes()
+    longest = task(shortest_delay=60)
+    assert made(longest).tobytes() == made(task()).tobytes()
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     config = task(output=str(tmp_path_factory.mktemp("recall") / "out"))
@@ -138,6 +155,8 @@ def test_windows_do_not_see_further_than_they_reach(delay, seen):
         ({"pairs": 27}, "config.pairs=27: there are 26"),
         ({"symbols": 40}, "config.symbols=40: there are 33"),
         ({"delay": 5}, "config.delay=5: must be at least 6, or the pairs' two places overlap"),
+        ({"shortest_delay": 5}, "config.shortest_delay=5: must be at least 6"),
+        ({"shortest_delay": 61}, "config.shortest_delay=61: is longer than config.delay=60"),
         ({"delay": 123}, "config.seq_len=127: must be at least 128, for 3 pairs twice"),
     ],
 )
