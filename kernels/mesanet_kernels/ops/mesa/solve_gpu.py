@@ -35,7 +35,7 @@ def solve(rhs_parts, k_BTHK, parts_NBHKK, diagonal_NBHK, intra_NBHCC, enter_NBHC
 
     Args:
       rhs_parts: a tuple of bfloat16 arrays, whose sum is rhs; rows of any size. k_BTHK: bfloat16.
-      parts_NBHKK: the states that enter each chunk, the sum of two float16 arrays. diagonal_NBHK: theirs, float32.
+      parts_NBHKK: the states that enter each chunk, symmetric, the sum of two float16 arrays; diagonal_NBHK: theirs, float32.
 
     Returns:
       (x [B,T,H,K] as the sum of two bfloat16 arrays, iterations [N,B,H,C] int32).
@@ -62,6 +62,7 @@ def solve(rhs_parts, k_BTHK, parts_NBHKK, diagonal_NBHK, intra_NBHCC, enter_NBHC
         tiles.fetch(
             [(block(x, *ij), y) for x, y_s in zip((high, low), state_s) for ij, y in zip(upper, y_s)], state_loaded
         )
+        # To round a weight is to change what its token adds to H by 2^-11 of it at most, and solutions by as little.
         intra_CC = tiles.untiled(intra.at[n, b, h])
         intra_s[...] = intra_CC.astype(HALF)
         enter_C = tiles.untiled(enter.at[n, b, h], ROWS.reduce(1))
