@@ -65,6 +65,7 @@ def test_errors_do_not_pile_up(dtype, limit):
     cases.assert_close(got, wanted, limit=limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 2e-2)])
 def test_a_token_repeated_4096_times(dtype, tolerance):
     """A full write is recalled exactly, and writing it again changes nothing: every output is (q.k) v / |k|^2."""

@@ -61,6 +61,7 @@ def test_kernel_lowers_for_cuda(key, value):
     assert "mosaic_gpu" in run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.slow  # decoding has no use for them
 def test_gradients_are_those_of_the_op(monkeypatch):
     """They do not come from the kernel, which is left out here."""
     monkeypatch.setattr(step_gpu, "lacks", lambda *_: "")

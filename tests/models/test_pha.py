@@ -346,6 +346,7 @@ def test_flops_are_those_the_compiler_counts(unrolled):  # noqa: F811
     assert ours.training == pytest.approx(3 * ours.forward)
 
 
+@pytest.mark.slow
 def test_remat_changes_nothing():
     config, _, params, loss, grads = reference()
     again, other = jax.jit(loss_and_grads(built(**{"model.remat": "mixer"})[1]))(params, ragged_batch(config))
