@@ -1,5 +1,6 @@
 """The ops under test behind one signature, and what every test of them needs: gradients, float64, errors."""
 
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -156,6 +157,14 @@ def relative_errors(got, wanted):
         jax.tree_util.keystr(path): float(np.linalg.norm(np.asarray(a, np.float64) - b) / (np.linalg.norm(b) or 1))
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
     }
+
+
+def against_float64(op, implementation, sizes, *boundaries):
+    """A kernel in bfloat16 and the definition, with documents and an initial state: outputs, then gradients."""
+    inputs, state = rounded(shapes.example(op.__name__, sizes)), random_state(op.__name__, sizes)
+    run = lambda x, state, name: op(x, segment_ids=documents(sizes, *boundaries), state=state, implementation=name)
+    wanted = evaluate(partial(run, name="reference"), inputs, state=state, dtype=jnp.float64)
+    return evaluator(partial(run, name=implementation), dtype=jnp.bfloat16)(inputs, state=state), wanted
 
 
 def assert_close(got, wanted, *, limit):

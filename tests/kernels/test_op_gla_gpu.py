@@ -5,9 +5,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import op_cases
 import pytest
 from hopper import interpreted, lowers, needs_interpreter
-from op_cases import assert_close, documents, evaluate, evaluator, gated_linear_attention, random_state, rounded
+from op_cases import assert_close, gated_linear_attention, rounded
 
 from mesanet_kernels.gpu import states, tiles
 from mesanet_kernels.ops.gated_linear_attention import pallas_gpu
@@ -15,16 +16,7 @@ from mesanet_kernels.shapes import example
 
 OP = "gated_linear_attention"
 LIMIT = 5e-3  # bfloat16 inputs, kernel-api.md
-
-
-def against_float64(sizes, *boundaries):
-    """The kernels and the definition, with documents and an initial state: outputs, then gradients."""
-    inputs, state = rounded(example(OP, sizes)), random_state(OP, sizes)
-    run = lambda x, state, name: gated_linear_attention(
-        x, segment_ids=documents(sizes, *boundaries), state=state, implementation=name
-    )
-    wanted = evaluate(partial(run, name="reference"), inputs, state=state, dtype=jnp.float64)
-    return evaluator(partial(run, name="pallas_gpu"), dtype=jnp.bfloat16)(inputs, state=state), wanted
+against_float64 = partial(op_cases.against_float64, gated_linear_attention, "pallas_gpu")
 
 
 @needs_interpreter

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from op_cases import assert_close, documents, evaluate, evaluator, gated_linear_attention, random_state, rounded
+from op_cases import (
+    against_float64,
+    assert_close,
+    documents,
+    evaluate,
+    gated_linear_attention,
+)
 from test_op_tpu import compiler_topology
 
 from mesanet_kernels import chunks
@@ -33,11 +39,7 @@ def interpreted(request, monkeypatch):
 )
 def test_outputs_and_gradients(sizes, interpreted):
     """Two heads a step or one; chunks, the last one ragged; documents start inside a chunk and with one."""
-    inputs, state = rounded(example(OP, sizes)), random_state(OP, sizes)
-    options = dict(segment_ids=documents(sizes, 20, 128))
-    reference = partial(gated_linear_attention, implementation="reference", **options)
-    wanted = evaluate(reference, inputs, state=state, dtype=jnp.float64)
-    found = evaluator(partial(run, **options), dtype=jnp.bfloat16)(inputs, state=state)
+    found, wanted = against_float64(gated_linear_attention, "pallas_tpu", sizes, 20, 128)
     assert_close(found, wanted, limit=LIMIT)
 
 

@@ -5,17 +5,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import op_cases
 import pytest
 from hopper import interpreted, lowers, needs_interpreter
 from mesa_systems import HEADS, KEYS, systems
 from op_cases import (
     assert_close,
-    documents,
-    evaluate,
     evaluator,
     gated_linear_attention,
     mesa,
-    random_state,
     rounded,
 )
 
@@ -25,14 +23,7 @@ from mesanet_kernels.ops.mesa import pallas_gpu, solve_gpu
 from mesanet_kernels.shapes import example
 
 LIMIT = 5e-3  # bfloat16 inputs, kernel-api.md
-
-
-def against_float64(sizes, *boundaries):
-    """The kernels and the definition, with documents and an initial state: outputs, then gradients."""
-    inputs, state = rounded(example("mesa", sizes)), random_state("mesa", sizes)
-    run = lambda x, state, name: mesa(x, segment_ids=documents(sizes, *boundaries), state=state, implementation=name)
-    wanted = evaluate(partial(run, name="reference"), inputs, state=state, dtype=jnp.float64)
-    return evaluator(partial(run, name="pallas_gpu"), dtype=jnp.bfloat16)(inputs, state=state), wanted
+against_float64 = partial(op_cases.against_float64, mesa, "pallas_gpu")
 
 
 def solved(keys, size, **options):

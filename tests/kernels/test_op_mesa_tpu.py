@@ -9,11 +9,10 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from mesa_systems import HEADS, KEYS, systems
-from op_cases import assert_close, documents, evaluate, evaluator, mesa, random_state, rounded
+from op_cases import against_float64, assert_close, mesa
 from test_op_tpu import compiler_topology
 
 from mesanet_kernels.ops.mesa import pallas_tpu
-from mesanet_kernels.shapes import example
 
 systems_of = partial(systems, chunk=pallas_tpu.CHUNK, half=pallas_tpu.HALF)
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
@@ -37,10 +36,7 @@ def test_outputs_and_gradients(monkeypatch):
     call = pl.pallas_call
     monkeypatch.setattr(pl, "pallas_call", lambda kernel, **options: call(kernel, **options | {"interpret": True}))
     sizes = dict(B=1, T=200, H=2, K=64, V=64)
-    inputs, state, ids = rounded(example("mesa", sizes)), random_state("mesa", sizes), documents(sizes, 20, 128)
-    run = lambda x, state, name: mesa(x, segment_ids=ids, state=state, implementation=name)
-    wanted = evaluate(partial(run, name="reference"), inputs, state=state, dtype=jnp.float64)
-    found = evaluator(partial(run, name="pallas_tpu"), dtype=jnp.bfloat16)(inputs, state=state)
+    found, wanted = against_float64(mesa, "pallas_tpu", sizes, 20, 128)
     assert_close(found, wanted, limit=5e-3)
 
 
