@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import ml_collections
 
@@ -20,6 +20,11 @@ class _Parser(argparse.ArgumentParser):
 
 def parser(doc: str) -> argparse.ArgumentParser:
     return _Parser(description=doc, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def override_flags(overrides: Mapping[str, str]) -> list[str]:
+    """The words that `parse` makes `overrides` of, for a command's child."""
+    return [f"--config.{path}={value}" for path, value in overrides.items()]
 
 
 def parse(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:

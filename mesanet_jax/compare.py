@@ -97,7 +97,7 @@ class Run:
 
     def complete(self, relay: "Relay") -> str | None:
         """Does what is left of training and evaluation: what failed, or None. Each command writes its plot last."""
-        values = [f"--config.{path}={value}" for path, value in self.overrides.items()]
+        values = cli.override_flags(self.overrides)
         trained = self.saved_steps()[-1:] == [self.config.steps] and (self.workdir / "loss.png").exists()
         evaluated = comparison.evaluation_path(self.config, self.workdir, ".png").exists()
         commands = {

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     records = args.out / "efficiency.jsonl"
-    values = [f"--config.{path}={value}" for path, value in overrides.items()]
+    values = cli.override_flags(overrides)
     for spec, length, kind in itertools.product(specs, lengths, kinds):
         key = {"config": spec, "length": length, "kind": kind, "tokens": args.tokens, "overrides": overrides}
         if not any(key.items() <= record.items() for record in read(records)):

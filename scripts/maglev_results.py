@@ -71,7 +71,7 @@ def commands(args, overrides: dict[str, str]) -> tuple[list[str], dict[str, list
             name = spec.removeprefix("configs/").replace(".py:", "-")
             chains[f"{task}-{name}"] = run(spec, args.out / task / name, fields)
         reports.append([
-            *module("compare"), f"--configs={','.join(specs)}", f"--workdir={args.out}/{task}", *values(fields)
+            *module("compare"), f"--configs={','.join(specs)}", f"--workdir={args.out}/{task}", *cli.override_flags(fields)
         ])  # fmt: skip
     return cost, chains, reports
 
@@ -82,17 +82,13 @@ def run(spec: str, workdir: pathlib.Path, fields: dict[str, str]) -> list[list[s
         return []
     has_memory = "model.deployed_by" in schema.flatten(config_lib.load(spec, {}))
     return [
-        [*module("train"), f"--config={spec}", f"--workdir={workdir}", *values(applicable(spec, fields))],
-        [*module("evaluate"), f"--workdir={workdir}", *values(EXACT if has_memory else {})],
+        [*module("train"), f"--config={spec}", f"--workdir={workdir}", *cli.override_flags(applicable(spec, fields))],
+        [*module("evaluate"), f"--workdir={workdir}", *cli.override_flags(EXACT if has_memory else {})],
     ]
 
 
 def of_size(size: str, models: tuple[str, ...]) -> list[str]:
     return [f"configs/{model.format(size)}" for model in models]
-
-
-def values(fields: dict[str, str]) -> list[str]:
-    return [f"--config.{path}={value}" for path, value in fields.items()]
 
 
 def recall_values(args) -> dict[str, str]:

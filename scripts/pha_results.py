@@ -68,7 +68,7 @@ def commands(args, overrides: dict[str, str]) -> tuple[list[str], dict[str, list
             f"--configs={','.join(f'configs/pha.py:{args.size}{variant}' for variant in variants)}",
             f"--workdir={args.out}/{name}",
             f"--steps={args.steps}",
-            *(f"--config.{path}={value}" for path, value in values.items()),
+            *cli.override_flags(values),
         ]
 
     def stream(workdir: str) -> list[str]:

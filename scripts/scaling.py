@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     args.devices = args.devices or count_devices()
     records = args.out / "scaling.jsonl"
-    values = [f"--config.{path}={value}" for path, value in overrides.items()]
+    values = cli.override_flags(overrides)
     good = True
     for spec, mesh in itertools.product(specs, meshes(args.devices)):
         key = {"config": spec, "mesh": mesh, "devices": args.devices, "rows": args.rows, "overrides": overrides}
