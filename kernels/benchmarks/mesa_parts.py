@@ -12,10 +12,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import chunks, mesa, shapes
+from mesanet_kernels import mesa, shapes
 from mesanet_kernels.gpu import recurrence, tiles
 from mesanet_kernels.gpu.gradients import Memory, gradients
 from mesanet_kernels.gpu.readout import readout
+from mesanet_kernels.gpu.weights import chunk_weights
 from mesanet_kernels.ops.mesa import chunked, pallas_gpu
 
 CALLS, REPEATS = 8, 5
@@ -57,7 +58,7 @@ def main() -> None:
     two = pallas_gpu.TWO
     print("| part | ms | GB/s |\n| --- | ---: | ---: |")
 
-    weights = timed("weights (XLA)", partial(chunks.chunk_weights, chunk=tiles.CHUNK), x["log_decay"], x["beta"], ids)
+    weights = timed("weights", chunk_weights, x["log_decay"], x["beta"], ids)
     g_parts, _ = timed("states G", partial(recurrence.entering, stored=two), k, v, weights, h_kv)
     systems, _ = timed("states H of the systems", pallas_gpu.systems_of, k, weights, h_kk)
     for tol in TOLERANCES:

@@ -20,6 +20,23 @@ against_float64 = partial(op_cases.against_float64, gated_linear_attention, "pal
 
 
 @needs_interpreter
+def test_segments(monkeypatch):
+    """Four chunks as four segments at once, both ways in time."""
+    monkeypatch.setattr(states, "SHORTEST", 1)
+    assert states._segments(4, 2) == 4
+    with interpreted(monkeypatch):
+        found, wanted = against_float64(dict(B=1, T=256, H=2, K=64, V=64), 20, 128)
+    assert_close(found, wanted, limit=LIMIT)
+
+
+def test_few_long_rows_are_cut_in_segments():
+    assert states._segments(512, 8 * 4) == 16
+    assert states._segments(32, 16 * 8 * 4) == 1
+    assert states._segments(31, 1) == 1
+    assert states._segments(32, 1) == 4
+
+
+@needs_interpreter
 def test_outputs_and_gradients(monkeypatch):
     """Three chunks, the last ragged; a document starts in the first, one with the second."""
     with interpreted(monkeypatch):

@@ -137,6 +137,30 @@ def test_each_device_is_given_its_own_rows_and_heads(monkeypatch, op):
     assert "bf16[1,2,1,64,128]" in str(program)  # the states of one chunk: two of four rows, one of two heads
 
 
+@pytest.mark.parametrize("ways", [1, 2])
+def test_a_kept_solution_is_not_computed_again(monkeypatch, ways):
+    """By a forward pass that is done again for its gradients, on one device or on a mesh."""
+    monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
+    monkeypatch.setattr(partition, "_axes", {"B": ("data",), "H": (), "T": ()})
+    inputs = rounded(example("mesa", dict(B=2, T=64, H=1, K=64, V=64)))
+    arrays = [jnp.asarray(x, jnp.bfloat16 if name in "qkv" else None) for name, x in inputs.items()]
+
+    def solves(policy):
+        run = lambda *arrays: jnp.sum(jnp.sin(mesa(dict(zip(inputs, arrays)), implementation="pallas_gpu")[0]))
+        return _loops(jax.make_jaxpr(jax.grad(jax.checkpoint(run, policy=policy), argnums=0))(*arrays).jaxpr)
+
+    with jax.set_mesh(jax.make_mesh((ways,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+        assert solves(jax.checkpoint_policies.nothing_saveable) == 3
+        assert solves(jax.checkpoint_policies.save_only_these_names("mesa_q_star")) == 2
+
+
+def _loops(program):
+    """While loops anywhere in a jaxpr: each solve has one, and nothing else has any."""
+    nested = [getattr(x, "jaxpr", x) for eqn in program.eqns for x in jax.tree.leaves(eqn.params)]
+    inside = sum(_loops(x) for x in nested if hasattr(x, "eqns"))
+    return inside + sum(eqn.primitive.name == "while" for eqn in program.eqns)
+
+
 def test_says_what_it_lacks():
     inputs = example("mesa", dict(B=1, T=64, H=1, K=64, V=64))
     with pytest.raises(NotImplementedError, match="'pallas_gpu' needs q, k and v in bfloat16"):

@@ -12,6 +12,7 @@ dq is a readout (readout.py). One set of keys may carry several memories: all bu
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size, D columns of a block.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -22,6 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mesanet_kernels.gpu import tiles
 from mesanet_kernels.gpu.tiles import BLOCK, CHUNK
+
+BLOCKS = CHUNK, BLOCK  # of what a token has
 
 
 class Memory(NamedTuple):
@@ -51,7 +54,7 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
     key_blocks = range(size // BLOCK)
 
     def kernel(q, k, intra, leave, memories, dv, dk, dintra, denter, dleave, dcarry, *scratch):
-        q_s, k_s, inner_s, tokens_s, state_s, loaded, tokens_loaded, state_loaded = scratch
+        q_s, k_s, inner_s, tokens_s, states_s, dstates_s, loaded, tokens_loaded, states_loaded, dstates_loaded = scratch
         b, n, h = (lax.axis_index(name) for name in ("row", "chunk", "head"))
         tokens, columns = pl.ds(n * CHUNK, CHUNK), lambda j: pl.ds(BLOCK * j, BLOCK)
 
@@ -59,16 +62,29 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
             parts = zip((memories[i].v_BTHV, *memories[i].do_parts), tokens_s)
             tiles.fetch([(x.at[b, tokens, h, columns(d)], x_s) for x, x_s in parts], tokens_loaded[i])
 
-        def fetch_state(i, d, j):
-            pairs = zip((memories[i].states_parts, memories[i].dstates_parts), state_s)
-            block = lambda x: x.at[n, b, h, columns(j), columns(d)]
-            tiles.fetch([(block(x), x_s) for x_parts, s in pairs for x, x_s in zip(x_parts, s)], state_loaded[i])
+        def fetch_block(parts, targets, barrier, d, j):
+            """A block of 64 x 64 of states or of their cotangents."""
+            sources = [x.at[n, b, h, columns(j), columns(d)] for x in parts]
+            tiles.fetch(zip(sources, targets), barrier)
+
+        def fetch_states(i, d, j):
+            fetch_block(memories[i].states_parts, states_s, states_loaded[i], d, j)
+
+        def fetch_dstates(i, d, j):
+            fetch_block(memories[i].dstates_parts, dstates_s, dstates_loaded[i], d, j)
+
+        def fetch_following(fetch, i, d):
+            """For the block after d: of this memory, or the first of the next."""
+            last = d + 1 == memories[i].v_BTHV.shape[-1] // BLOCK
+            pl.when(~last)(lambda: fetch(i, d + 1))
+            if i + 1 < len(memories):
+                pl.when(last)(lambda: fetch(i + 1, 0))
 
         every = zip((*q, k), (*q_s, k_s))
         tiles.fetch([(x.at[b, tokens, h, columns(j)], x_s[j]) for x, x_s in every for j in key_blocks], loaded)
-        steps = [(i, d) for i, x in enumerate(dv) for d in range(x.shape[-1] // BLOCK)]
-        fetch_tokens(*steps[0])
-        fetch_state(*steps[0], 0)
+        fetch_tokens(0, 0)
+        fetch_states(0, 0, 0)
+        fetch_dstates(0, 0, 0)
         leave_C = tiles.untiled(leave.at[n, b, h], tiles.ROWS.reduce(1))
         per_token = tiles.per_row(leave_C, BLOCK)
 
@@ -78,37 +94,52 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
         scores = lambda: tiles.product((CHUNK, CHUNK), *factors)
         inner_s[...] = (scores() * tiles.untiled(intra.at[n, b, h])).astype(half)
         plgpu.commit_smem()
-        dinner_CC, denter_C = None, 0.0
-        written, carried = [None for _ in key_blocks], [0.0 for _ in key_blocks]
-        for step, following in zip(steps, [*steps[1:], None]):
-            i = step[0]
-            v_s, *do_s = tokens_s[: 1 + len(memories[i].do_parts)]
-            s_parts, ds_parts = (
-                x_s[: len(parts)] for x_s, parts in zip(state_s, (memories[i].states_parts, memories[i].dstates_parts))
-            )
-            read_CD, kept_CD = None, None
+
+        def of_block(i, d, sums):
+            """Adds to the sums what 64 columns of memory i have to add, and stores dv of these columns."""
+            dinner_CC, denter_C, written, carried = sums
+            memory = memories[i]
+            v_s, *do_s = tokens_s[: 1 + len(memory.do_parts)]
+            states, dstates = states_s[: len(memory.states_parts)], dstates_s[: len(memory.dstates_parts)]
+            read_CD, kept_CD, written, carried = None, None, list(written), list(carried)
             plgpu.barrier_wait(tokens_loaded[i])
             for j in key_blocks:
-                plgpu.barrier_wait(state_loaded[i])
-                carried[j] += jnp.sum(tiles.total(s_parts) * tiles.total(ds_parts), axis=1)
-                read_CD = tiles.product((CHUNK, BLOCK), *tiles.crossed(q_of_block[j], s_parts), start=read_CD)
-                kept_CD = tiles.product((CHUNK, BLOCK), *tiles.crossed([k_s[j]], ds_parts), start=kept_CD)
-                into_keys = tiles.crossed([v_s], tiles.transposed(ds_parts))
-                written[j] = tiles.product((CHUNK, BLOCK), *into_keys, start=written[j])
-                plgpu.commit_smem()  # all warps are past the block
-                if j + 1 < len(key_blocks):
-                    fetch_state(*step, j + 1)
-                elif following:
-                    fetch_state(*following, 0)
+                following = lambda fetch, j=j: (
+                    fetch(i, d, j + 1)
+                    if j + 1 < len(key_blocks)
+                    else fetch_following(functools.partial(fetch, j=0), i, d)
+                )
+                plgpu.barrier_wait(states_loaded[i])
+                plgpu.barrier_wait(dstates_loaded[i])
+                carried[j] += jnp.sum(tiles.total(states) * tiles.total(dstates), axis=1)
+                read_CD = tiles.product((CHUNK, BLOCK), *tiles.crossed(q_of_block[j], states), start=read_CD)
+                plgpu.commit_smem()  # all warps are past the states: the next ones come while the cotangents are used
+                following(fetch_states)
+                kept_CD, written[j] = tiles.products(
+                    (BLOCKS, kept_CD, tiles.crossed([k_s[j]], dstates)),
+                    (BLOCKS, written[j], tiles.crossed([v_s], tiles.transposed(dstates))),
+                )
+                plgpu.commit_smem()
+                following(fetch_dstates)
             denter_C += jnp.sum(tiles.total(do_s) * read_CD, axis=1)
-            dinner_CC = tiles.product((CHUNK, CHUNK), *tiles.crossed(do_s, tiles.transposed([v_s])), start=dinner_CC)
-            inside = tiles.crossed(tiles.transposed([inner_s]), do_s)
-            v_s[...] = tiles.product((CHUNK, BLOCK), *inside, start=per_token * kept_CD).astype(half)
+            dinner_CC, dv_CD = tiles.products(
+                ((CHUNK, CHUNK), dinner_CC, tiles.crossed(do_s, tiles.transposed([v_s]))),
+                (BLOCKS, per_token * kept_CD, tiles.crossed(tiles.transposed([inner_s]), do_s)),
+            )
+            v_s[...] = dv_CD.astype(half)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(v_s, dv[i].at[b, tokens, h, columns(step[1])])
-            if following:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                fetch_tokens(*following)
+            plgpu.copy_smem_to_gmem(v_s, dv[i].at[b, tokens, h, columns(d)])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            fetch_following(fetch_tokens, i, d)
+            return dinner_CC, denter_C, tuple(written), tuple(carried)
+
+        nothing = lambda shape, layout: plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+        matrix, of_rows = nothing((CHUNK, BLOCK), tiles.ROWS), nothing((CHUNK,), tiles.ROWS.reduce(1))
+        sums = matrix, of_rows, (matrix,) * len(key_blocks), (of_rows,) * len(key_blocks)
+        # The blocks in a loop: all of them in a row are more instructions than their cache holds.
+        for i, memory in enumerate(memories):
+            sums = lax.fori_loop(0, memory.v_BTHV.shape[-1] // BLOCK, functools.partial(of_block, i), sums)
+        dinner_CC, denter_C, written, carried = sums
 
         # The scores again: to keep them would take more registers than there are.
         dintra[n, b, h, ...] = dinner_CC * scores()
@@ -147,10 +178,12 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
                 [block for _ in key_blocks],
                 tiles.shared(CHUNK, CHUNK, dtype=half),
                 [block] * (1 + most_do),
-                [[block] * most for most in (most_states, most_dstates)],
+                [block] * most_states,
+                [block] * most_dstates,
                 plgpu.Barrier(num_arrivals=len(key_blocks) * (len(q_parts) + 1)),
                 [plgpu.Barrier(num_arrivals=1 + len(memory.do_parts)) for memory in memories],
-                [plgpu.Barrier(num_arrivals=len(memory.states_parts + memory.dstates_parts)) for memory in memories],
+                [plgpu.Barrier(num_arrivals=len(memory.states_parts)) for memory in memories],
+                [plgpu.Barrier(num_arrivals=len(memory.dstates_parts)) for memory in memories],
             ],
             compiler_params=tiles.COMPILER,
         )(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories)

@@ -2,12 +2,17 @@
 
     S_0 = initial          S_{n+1} = carry_n S_n + sum_s weight_ns k_ns v_ns^T
 
-One warpgroup carries 64 columns of one head's state through all chunks, in float32 registers, while the copy engine
+One warpgroup carries a block of 64 x 64 of one head's state through all chunks, in float32 registers, while the copy engine
 fetches the chunks ahead. `backwards` walks from the last chunk to the first: the recurrence of the states' cotangents
 is the same one with other names (keys q, weights of the entering state, values do).
 
-B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size, D columns of a block.
+A few long rows would leave most of the GPU idle: time is then cut in segments that all run at once, first to learn what
+each adds to the state, then with the state that enters it.
+
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size, D rows or columns of a block, S segments.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +24,8 @@ from mesanet_kernels.gpu import tiles
 from mesanet_kernels.gpu.tiles import BLOCK, CHUNK
 
 STAGES = 2  # chunks in shared memory: one computed, the others on their way
+PROGRAMS = 512  # that a GPU runs at once: four on each SM
+SHORTEST = 8  # chunks of a segment
 
 
 def states(
@@ -36,47 +43,83 @@ def states(
       (a tuple of [N,B,H,K,V], one a part; the last state [B,H,K,V] float32).
     """
     count, batch, heads, _ = weight_NBHC.shape
-    key_size, value_size = initial_BHKV.shape[2:]
-    half = k_parts[0].dtype
+    segments = _segments(count, batch * heads * (initial_BHKV.shape[2] // BLOCK) * (initial_BHKV.shape[3] // BLOCK))
+    run = functools.partial(_run, k_parts, v_parts, weight_NBHC, carry_NBH, backwards=backwards, factors=factors)
+    initial_SBHKV = initial_BHKV[None]
+    if segments > 1:
+        _, added_SBHKV = run(jnp.zeros((segments, *initial_BHKV.shape), jnp.float32), stored=())
+        initial_SBHKV = _entering(added_SBHKV, carry_NBH, initial_BHKV, backwards)
+    parts_NBHKV, final_SBHKV = run(initial_SBHKV, stored=stored)
+    return parts_NBHKV, final_SBHKV[0 if backwards else -1]
+
+
+def _segments(count, programs):
+    """In how many segments `count` chunks are computed where a segment has `programs` programs."""
+    segments = 1
+    while 2 * segments * programs <= PROGRAMS and count % (2 * segments) == 0 and count // (2 * segments) >= SHORTEST:
+        segments *= 2
+    return segments
+
+
+def _entering(added_SBHKV, carry_NBH, initial_BHKV, backwards):
+    """The state that enters each segment, of what the segments add."""
+    segments, *sizes = added_SBHKV.shape
+    carry_SBH = jnp.prod(carry_NBH.reshape(segments, -1, *sizes[:2]), axis=1)
+    states, state_BHKV = [None] * segments, initial_BHKV
+    for s in range(segments)[:: -1 if backwards else 1]:
+        states[s] = state_BHKV
+        state_BHKV = carry_SBH[s, ..., None, None] * state_BHKV + added_SBHKV[s]
+    return jnp.stack(states)
+
+
+def _run(k_parts, v_parts, weight_NBHC, carry_NBH, initial_SBHKV, *, backwards, factors, stored):
+    """`states` in segments, given the state that enters each: its last one too."""
+    count, batch, heads, _ = weight_NBHC.shape
+    segments, *_, key_size, value_size = initial_SBHKV.shape
+    half, steps = k_parts[0].dtype, count // segments
 
     def kernel(k, v, weight, carry, initial, states, final, k_s, v_s, weight_s, weighted_s, state_s, loaded):
-        b, h, block = (lax.axis_index(name) for name in ("row", "head", "block"))
-        columns = pl.ds(block * BLOCK, BLOCK)
-        chunk_of = lambda step: count - 1 - step if backwards else step
+        b, h, block, segment = (lax.axis_index(name) for name in ("row", "head", "block", "segment"))
+        keys, values = (
+            pl.ds(i * BLOCK, BLOCK) for i in (block // (value_size // BLOCK), block % (value_size // BLOCK))
+        )
+        chunk_of = lambda step: segment * steps + (steps - 1 - step if backwards else step)
 
         def fetch_chunk(step):
             n, slot = chunk_of(step), lax.rem(step, STAGES)
             tokens = pl.ds(n * CHUNK, CHUNK)
-            sources = [x.at[b, tokens, h] for x in k] + [x.at[b, tokens, h, columns] for x in v] + [weight.at[n, b, h]]
+            sources = [x.at[b, tokens, h, part] for x_parts, part in ((k, keys), (v, values)) for x in x_parts]
+            sources.append(weight.at[n, b, h])
             tiles.fetch(zip(sources, [x.at[slot] for x in (*k_s, *v_s, weight_s)]), loaded.at[slot])
 
-        for step in range(min(STAGES - 1, count)):
+        for step in range(min(STAGES - 1, steps)):
             fetch_chunk(jnp.int32(step))
 
-        def advance(step, state_KD):
+        def advance(step, state_DD):
             n, slot = chunk_of(step), lax.rem(step, STAGES)
             carried = carry[n, b, h]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            tiles.store(tiles.cut(state_KD, len(stored), stored[0]), state_s)
+            if stored:
+                tiles.store(tiles.cut(state_DD, len(stored), stored[0]), state_s)
             plgpu.barrier_wait(loaded.at[slot])
             weight_CD = tiles.per_row(tiles.untiled(weight_s.at[slot], tiles.ROWS.reduce(1)), BLOCK)
             weighted_CD = weight_CD * tiles.total([x.at[slot] for x in v_s])
             tiles.store(tiles.cut(weighted_CD, factors, half), weighted_s)
             plgpu.commit_smem()
             for source, target in zip(state_s, states):
-                plgpu.copy_smem_to_gmem(source, target.at[n, b, h, :, columns])
+                plgpu.copy_smem_to_gmem(source, target.at[n, b, h, keys, values])
 
             # Here the warps are past the step before: its slot is free.
-            @pl.when(step + STAGES - 1 < count)
+            @pl.when(step + STAGES - 1 < steps)
             def _():
                 fetch_chunk(step + STAGES - 1)
 
-            keys_KC = tiles.transposed(x.at[slot] for x in k_s)
-            update_KD = tiles.product((key_size, BLOCK), *tiles.crossed(keys_KC, weighted_s))
-            return carried * state_KD + update_KD
+            keys_DC = tiles.transposed(x.at[slot] for x in k_s)
+            # Not the product's start: the matrix unit cuts sums off, and a state takes thousands of them.
+            return carried * state_DD + tiles.product((BLOCK, BLOCK), *tiles.crossed(keys_DC, weighted_s))
 
-        final_KD = lax.fori_loop(0, count, advance, tiles.untiled(initial.at[b, h, :, columns]))
-        final[b, h, :, columns] = final_KD
+        first_DD = tiles.untiled(initial.at[segment, b, h, keys, values])
+        final[segment, b, h, keys, values] = lax.fori_loop(0, steps, advance, first_DD)
         plgpu.wait_smem_to_gmem(0)
 
     states_NBHKV = (count, batch, heads, key_size, value_size)
@@ -84,17 +127,17 @@ def states(
         kernel,
         out_type=(
             tuple(jax.ShapeDtypeStruct(states_NBHKV, dtype) for dtype in stored),
-            jax.ShapeDtypeStruct(initial_BHKV.shape, jnp.float32),
+            jax.ShapeDtypeStruct(initial_SBHKV.shape, jnp.float32),
         ),
-        grid=(batch, heads, value_size // BLOCK),
-        grid_names=("row", "head", "block"),
+        grid=(batch, heads, (key_size // BLOCK) * (value_size // BLOCK), segments),
+        grid_names=("row", "head", "block", "segment"),
         scratch_types=[
-            [tiles.shared(STAGES, CHUNK, key_size, dtype=half) for _ in k_parts],
+            [tiles.shared(STAGES, CHUNK, BLOCK, dtype=half) for _ in k_parts],
             [tiles.shared(STAGES, CHUNK, BLOCK, dtype=half) for _ in v_parts],
             plgpu.SMEM((STAGES, CHUNK), jnp.float32),
             [tiles.shared(CHUNK, BLOCK, dtype=half) for _ in range(factors)],
-            [tiles.shared(key_size, BLOCK, dtype=dtype) for dtype in stored],
+            [tiles.shared(BLOCK, BLOCK, dtype=dtype) for dtype in stored],
             plgpu.Barrier(num_arrivals=len(k_parts) + len(v_parts) + 1, num_barriers=STAGES),
         ],
         compiler_params=tiles.COMPILER,
-    )(k_parts, v_parts, weight_NBHC, carry_NBH, initial_BHKV)
+    )(k_parts, v_parts, weight_NBHC, carry_NBH, initial_SBHKV)

@@ -79,16 +79,23 @@ def with_sums(body, *shapes):
     return pl.run_scoped(lambda *refs: body(*map(Sum, refs)), *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
+def products(*terms):
+    """Several `product`s, each a (shape, start, factors), that the matrix unit computes in a row."""
+
+    def multiply(*sums):
+        for total, (_, start, factors) in zip(sums, terms):
+            if start is not None:
+                total.restart(start)
+            total.add(*factors)
+        later = [sum(len(factors) for *_, factors in terms[i + 1 :]) for i in range(len(terms))]
+        return [total.value(running=running) for total, running in zip(sums, later)]
+
+    return with_sums(multiply, *(shape for shape, *_ in terms))
+
+
 def product(shape, *factors, start=None):
     """The sum of a @ b over all (a, b) of `factors` and of `start`, float32 in registers; a may be in registers too."""
-
-    def multiply(total):
-        if start is not None:
-            total.restart(start)
-        total.add(*factors)
-        return total.value()
-
-    return with_sums(multiply, shape)
+    return products((shape, start, factors))[0]
 
 
 def fetch(copies, loaded):

@@ -1,17 +1,15 @@
-"""Gated linear attention with a scalar decay on NVIDIA Hopper: one kernel each for states, readout and gradients (gpu/).
+"""Gated linear attention with a scalar decay on NVIDIA Hopper: kernels for weights, states, readout and gradients (gpu/).
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
 
-from functools import partial
-
 import jax.numpy as jnp
 
-from mesanet_kernels import chunks
 from mesanet_kernels.checks import require
 from mesanet_kernels.gpu import recurrence, tiles
 from mesanet_kernels.gpu.gradients import Memory, gradients
 from mesanet_kernels.gpu.readout import readout
+from mesanet_kernels.gpu.weights import chunk_weights
 from mesanet_kernels.ops.gated_linear_attention import differentiable
 
 CHUNK = tiles.CHUNK
@@ -48,4 +46,4 @@ def _backward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV, do_BTHV, dfinal_BHKV)
     return dq_BTHK, found.dk_BTHK, *found.dv_BTHV, recurrence.weight_cotangents(found), dstate_BHKV
 
 
-KERNELS = differentiable.Kernels(CHUNK, partial(chunks.chunk_weights, chunk=CHUNK), _forward, _backward)
+KERNELS = differentiable.Kernels(CHUNK, chunk_weights, _forward, _backward)

@@ -1,4 +1,4 @@
-"""Mesa on NVIDIA Hopper, in kernels: states, solve and readout, and their gradients (gpu/, solve_gpu.py).
+"""Mesa on NVIDIA Hopper, all of it in kernels: weights, states, solve, readout and their gradients (gpu/, solve_gpu.py).
 
 As `chunked.mesa`. Products are of 16 bits with float32 sums. What a solve has made is the sum of two such parts, and so
 are the states that it meets: where keys repeat, what a solution has in common with them is its last bits, which the
@@ -20,6 +20,7 @@ from mesanet_kernels.gpu import recurrence, tiles
 from mesanet_kernels.gpu.gradients import Memory, gradients
 from mesanet_kernels.gpu.readout import readout
 from mesanet_kernels.gpu.states import states
+from mesanet_kernels.gpu.weights import chunk_weights
 from mesanet_kernels.ops.mesa import solve_gpu
 from mesanet_kernels.ops.mesa.fused import LARGEST_STATE
 from mesanet_kernels.partition import partitioned
@@ -54,9 +55,7 @@ def _mesa(options, *arrays):
 def _forward(options, *arrays):
     run, results = partial(_solve_and_read, options), ("BTHV", "BHKK", "BHKV", "BTH", "BTHK", "BTHK")
     *outputs, high_BTHK, low_BTHK = partitioned(run, arrays, axes=AXES, results=results)
-    # Named so that a rematerialisation policy can keep the one value that is expensive to recompute.
-    solution = [checkpoint_name(part, "mesa_q_star") for part in (high_BTHK, low_BTHK)]
-    return tuple(outputs), (arrays[1:], solution)
+    return tuple(outputs), (arrays[1:], (high_BTHK, low_BTHK))
 
 
 def _backward(options, saved, cotangents):
@@ -85,10 +84,13 @@ class Systems(NamedTuple):
 def _solve_and_read(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, h_kk, h_kv, segment_ids_BT):
     length = q_BTHK.shape[1]
     q_BTHK, k_BTHK, v_BTHV = (chunks.pad_time(x, chunk=CHUNK) for x in (q_BTHK, k_BTHK, v_BTHV))
-    weights = chunks.chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT, chunk=CHUNK)
+    weights = chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT)
     g_parts, final_h_kv = recurrence.entering(k_BTHK, v_BTHV, weights, h_kv, stored=TWO)
     systems, final_h_kk = systems_of(k_BTHK, weights, h_kk)
     x_parts, iterations_NBHC = solve(options, systems, (q_BTHK,), k_BTHK, weights, lam_HK)
+    # Named so that a rematerialisation policy can keep the one value that is expensive to recompute; what follows reads
+    # the named one, or it would be recomputed for that.
+    x_parts = [checkpoint_name(part, "mesa_q_star") for part in x_parts]
     (o_BTHV,) = readout(x_parts, k_BTHK, v_BTHV, *weights, g_parts)
     iterations_BTH = chunks.join(iterations_NBHC, length)
     return o_BTHV[:, :length], final_h_kk, final_h_kv, iterations_BTH, *(x[:, :length] for x in x_parts)
@@ -101,7 +103,7 @@ def _solve_and_differentiate(options, *arrays):
     )
     length = k_BTHK.shape[1]
     k_BTHK, v_BTHV, do_BTHV, *x_parts = (chunks.pad_time(x, chunk=CHUNK) for x in (k_BTHK, v_BTHV, do_BTHV, *x_parts))
-    weigh = partial(chunks.chunk_weights, segment_ids_BT=segment_ids_BT, chunk=CHUNK)
+    weigh = partial(chunk_weights, segment_ids_BT=segment_ids_BT)
     weights, gates_gradients = jax.vjp(weigh, log_decay_BTH, beta_BTH)
 
     g_parts, _ = recurrence.entering(k_BTHK, v_BTHV, weights, h_kv, stored=TWO)
