@@ -38,6 +38,12 @@ def partitioned(call: Callable, arrays: Sequence[jax.Array], *, axes: Sequence[s
     )(*arrays)
 
 
+def on_a_device(letter: str, size: int) -> int:
+    """How many of `size` rows ("B") or heads ("H") each call of `partitioned` is given."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return size // math.prod(mesh.shape[axis] for axis in _dividing(_axes[letter], size))
+
+
 def time_axes(length: int) -> tuple[str, ...]:
     """The mesh axes that split a row of `length` tokens; none outside a mesh, inside of `sequence.split`, and where they
     do not divide it."""

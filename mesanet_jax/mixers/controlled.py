@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from mesanet_jax.errors import UserError
 from mesanet_jax.flops import Flops, products
@@ -150,7 +151,7 @@ class Controlled(nnx.Module):
         v, conv_v = convolved(self.value(x), self.conv_v, state.conv_v)
         v = v.reshape(*x.shape[:-1], self.heads, self.value_size)
         o, memory = mix(self._of_heads(q), self._of_heads(k), v, *self._gates(x), memory=state.memory)
-        return self._read_out(o, x), LayerState(conv_q, conv_k, conv_v, memory)
+        return self._read_out(checkpoint_name(o, "read"), x), LayerState(conv_q, conv_k, conv_v, memory)
 
     def _of_heads(self, x):
         """Normalised queries or keys, shared ones repeated: [..., G*K] -> [..., H, K]."""

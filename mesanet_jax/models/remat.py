@@ -6,10 +6,11 @@ import jax
 
 _policies = jax.checkpoint_policies
 
-# "mixer" marks every mixer's output and "mesa_q_star" the solution of Mesa's linear systems (its costliest value).
+# "mixer" marks every mixer's output, "read" what its memory gave, and "mesa_q_star" the solution of Mesa's linear systems
+# (its costliest value). A memory's op is as costly as a product, though the compiler does not see it as one.
 POLICIES = {
     "matmuls": _policies.save_from_both_policies(
-        _policies.dots_with_no_batch_dims_saveable, _policies.save_only_these_names("mesa_q_star")
+        _policies.dots_with_no_batch_dims_saveable, _policies.save_only_these_names("read", "mesa_q_star")
     ),
     "mixer": _policies.save_only_these_names("mixer", "mesa_q_star"),
     "full": _policies.nothing_saveable,

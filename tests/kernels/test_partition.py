@@ -52,6 +52,14 @@ def test_the_gradient_goes_through(mesh):
         np.testing.assert_allclose(jax.jit(jax.grad(loss))(x_BTH), jnp.cos(x_BTH), rtol=1e-5)
 
 
+@pytest.mark.parametrize("letter, size, held", [("B", 8, 2), ("B", 6, 6), ("H", 6, 3), ("H", 5, 5)])
+def test_what_a_device_holds(mesh, letter, size, held):
+    """All of it where the devices do not divide it."""
+    assert partition.on_a_device(letter, size) == size
+    with jax.set_mesh(mesh):
+        assert partition.on_a_device(letter, size) == held
+
+
 def test_without_a_mesh_or_its_axes_the_kernel_gets_everything(mesh, monkeypatch):
     run = lambda: partition.partitioned(lambda x: (x.shape[0],), [jnp.ones((4, 2))], axes=["BH"], results=["B"])[0]
     assert run() == 4

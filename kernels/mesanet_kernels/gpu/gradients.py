@@ -53,7 +53,7 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
     size, half = k_BTHK.shape[-1], k_BTHK.dtype
     key_blocks = range(size // BLOCK)
 
-    def kernel(q, k, intra, leave, memories, dv, dk, dintra, denter, dleave, dcarry, *scratch):
+    def gradients_of_chunk(q, k, intra, leave, memories, dv, dk, dintra, denter, dleave, dcarry, *scratch):
         q_s, k_s, inner_s, tokens_s, states_s, dstates_s, loaded, tokens_loaded, states_loaded, dstates_loaded = scratch
         b, n, h = (lax.axis_index(name) for name in ("row", "chunk", "head"))
         tokens, columns = pl.ds(n * CHUNK, CHUNK), lambda j: pl.ds(BLOCK * j, BLOCK)
@@ -161,7 +161,7 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
     block = tiles.shared(CHUNK, BLOCK, dtype=half)
     return Gradients(
         *plgpu.kernel(
-            kernel,
+            gradients_of_chunk,
             out_type=(
                 tuple(like(memory.v_BTHV) for memory in memories),
                 like(k_BTHK),

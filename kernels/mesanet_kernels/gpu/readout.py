@@ -17,8 +17,8 @@ from mesanet_kernels.gpu import tiles
 from mesanet_kernels.gpu.tiles import CHUNK
 
 
-def readout(q_parts, k_BTHK, v_BTHV, intra_NBHCC, enter_NBHC, states_parts, *, transposed=False, results=1):
-    """o as the sum of `results` bfloat16 parts [B,T,H,V], a tuple.
+def readout(q_parts, k_BTHK, v_BTHV, intra_NBHCC, enter_NBHC, states_parts, *, transposed=False, results=1, scale=1.0):
+    """`scale` o as the sum of `results` bfloat16 parts [B,T,H,V], a tuple.
 
     Args:
       q_parts: bfloat16 [B,T,H,K], T = N C, their sum the queries; k_BTHK, v_BTHV: bfloat16.
@@ -27,7 +27,7 @@ def readout(q_parts, k_BTHK, v_BTHV, intra_NBHCC, enter_NBHC, states_parts, *, t
     count, batch, heads, _ = enter_NBHC.shape
     key_size, value_size = k_BTHK.shape[-1], v_BTHV.shape[-1]
 
-    def kernel(q, k, v, intra, enter, states, o, q_s, k_s, v_s, intra_s, enter_s, state_s, more_s, loaded):
+    def readout_of_chunk(q, k, v, intra, enter, states, o, q_s, k_s, v_s, intra_s, enter_s, state_s, more_s, loaded):
         b, n, h = (lax.axis_index(name) for name in ("row", "chunk", "head"))
         tokens = pl.ds(n * CHUNK, CHUNK)
         sources = [x.at[b, tokens, h] for x in (*q, k, v)] + [x.at[n, b, h] for x in (intra, enter, *states)]
@@ -40,7 +40,7 @@ def readout(q_parts, k_BTHK, v_BTHV, intra_NBHCC, enter_NBHC, states_parts, *, t
         before_CV = tiles.product((CHUNK, value_size), *tiles.crossed(q_s, states_KV))
         o_CV = inside_CV + tiles.per_row(tiles.untiled(enter_s, tiles.ROWS.reduce(1)), value_size) * before_CV
         o_s = (v_s, *more_s)
-        tiles.store(tiles.cut(o_CV, results, v_s.dtype), o_s)
+        tiles.store(tiles.cut(scale * o_CV, results, v_s.dtype), o_s)
         plgpu.commit_smem()
         for source, target in zip(o_s, o):
             plgpu.copy_smem_to_gmem(source, target.at[b, tokens, h])
@@ -49,7 +49,7 @@ def readout(q_parts, k_BTHK, v_BTHV, intra_NBHCC, enter_NBHC, states_parts, *, t
     half = v_BTHV.dtype
     parts = len(q_parts) + len(states_parts)
     return plgpu.kernel(
-        kernel,
+        readout_of_chunk,
         out_type=(tuple(jax.ShapeDtypeStruct(v_BTHV.shape, half) for _ in range(results)),),
         grid=(batch, count, heads),
         grid_names=("row", "chunk", "head"),

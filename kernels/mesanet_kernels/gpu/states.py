@@ -78,7 +78,7 @@ def _run(k_parts, v_parts, weight_NBHC, carry_NBH, initial_SBHKV, *, backwards, 
     segments, *_, key_size, value_size = initial_SBHKV.shape
     half, steps = k_parts[0].dtype, count // segments
 
-    def kernel(k, v, weight, carry, initial, states, final, k_s, v_s, weight_s, weighted_s, state_s, loaded):
+    def states_of_block(k, v, weight, carry, initial, states, final, k_s, v_s, weight_s, weighted_s, state_s, loaded):
         b, h, block, segment = (lax.axis_index(name) for name in ("row", "head", "block", "segment"))
         keys, values = (
             pl.ds(i * BLOCK, BLOCK) for i in (block // (value_size // BLOCK), block % (value_size // BLOCK))
@@ -124,7 +124,7 @@ def _run(k_parts, v_parts, weight_NBHC, carry_NBH, initial_SBHKV, *, backwards, 
 
     states_NBHKV = (count, batch, heads, key_size, value_size)
     return plgpu.kernel(
-        kernel,
+        states_of_block,
         out_type=(
             tuple(jax.ShapeDtypeStruct(states_NBHKV, dtype) for dtype in stored),
             jax.ShapeDtypeStruct(initial_SBHKV.shape, jnp.float32),

@@ -1,5 +1,7 @@
 """What the Hopper kernels share: tiles in shared memory, loads and products of one warpgroup (Pallas, Mosaic GPU).
 
+A profile shows a kernel by the name of its function.
+
 C tokens of a chunk, D columns of a matrix.
 """
 

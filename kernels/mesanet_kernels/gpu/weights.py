@@ -108,7 +108,7 @@ def _per_column(x_s):
 def _call(kernel, results, *arrays):
     """What `kernel` makes of each chunk's part of `arrays`, in shared memory; [N, B, H, ...] all of them."""
 
-    def on_chunk(arrays, results, arrays_s, ones_s, parts_s, loaded):
+    def weights_of_chunk(arrays, results, arrays_s, ones_s, parts_s, loaded):
         place = tuple(lax.axis_index(name) for name in ("chunk", "row", "head"))
         tiles.fetch([(x.at[place], x_s) for x, x_s in zip(arrays, arrays_s)], loaded)
         plgpu.barrier_wait(loaded)
@@ -118,7 +118,7 @@ def _call(kernel, results, *arrays):
     count, batch, heads = arrays[0].shape[:3]
     memory = {4: plgpu.SMEM((CHUNK,), jnp.float32), 5: tiles.shared(CHUNK, CHUNK, dtype=jnp.float32)}
     return plgpu.kernel(
-        on_chunk,
+        weights_of_chunk,
         out_type=(tuple(jax.ShapeDtypeStruct((count, batch, heads, *rest), jnp.float32) for rest in results),),
         grid=(count, batch, heads),
         grid_names=("chunk", "row", "head"),

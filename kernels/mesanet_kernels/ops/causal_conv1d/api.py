@@ -5,12 +5,27 @@ B batch, T time, D channels, W taps.
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 
 from mesanet_kernels import checks, sequence
-from mesanet_kernels.ops.causal_conv1d import reference, span, xla
+from mesanet_kernels.ops.causal_conv1d import pallas_gpu, reference, span, xla
 
-IMPLEMENTATIONS = {"reference": reference.causal_conv1d, "xla": xla.causal_conv1d}
+
+def _automatic(activation, x, w, *rest):
+    """By the platform that is lowered for, which need not be the one that traces; short rows would fill no span."""
+    default = partial(xla.causal_conv1d, activation)
+    if pallas_gpu.lacks(x, w) or x.shape[1] < pallas_gpu.SPAN:
+        return default(x, w, *rest)
+    kernels = partial(pallas_gpu.causal_conv1d, activation)
+    return jax.lax.platform_dependent(x, w, *rest, cuda=kernels, default=default)
+
+
+IMPLEMENTATIONS = {
+    "reference": reference.causal_conv1d,
+    "xla": xla.causal_conv1d,
+    "pallas_gpu": pallas_gpu.causal_conv1d,
+}
 
 
 def causal_conv1d(x, w, bias=None, *, activation=None, segment_ids=None, initial_state=None, implementation=None):
@@ -25,16 +40,18 @@ def causal_conv1d(x, w, bias=None, *, activation=None, segment_ids=None, initial
       activation: None or "silu".
       segment_ids: int [B, T], non-decreasing.
       initial_state: [B, W-1, D], the inputs before the first, of the first token's document. Default zero.
-      implementation: "reference", "xla", or None for the best.
+      implementation: "reference", "xla", "pallas_gpu" (NVIDIA Hopper, at least 128 channels a device, 2 to 8 taps;
+        float32 sums), or None for the best that supports the call.
 
     Returns:
       (y [B, T, D], final state [B, W-1, D]: the last W-1 inputs of the last document, zero where it is shorter),
       both in x's dtype.
 
     Raises:
-      ValueError: shapes, dtypes or an activation that do not fit. NotImplementedError: unknown implementation.
+      ValueError: shapes, dtypes or an activation that do not fit.
+      NotImplementedError: the implementation lacks what is asked.
     """
-    run = checks.choose("causal_conv1d", implementation, IMPLEMENTATIONS, best="xla")
+    run = checks.choose("causal_conv1d", implementation, IMPLEMENTATIONS | {None: _automatic}, best=None)
     sizes = checks.check_shapes("causal_conv1d", {"x": (x, "BTD"), "w": (w, "WD"), "bias": (bias, "D")})
     segment_ids = checks.segments("causal_conv1d", segment_ids, sizes)
     checks.check_dtypes("causal_conv1d", jnp.floating, {"x": x, "w": w, "bias": bias, "initial_state": initial_state})

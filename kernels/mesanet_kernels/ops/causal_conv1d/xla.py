@@ -41,7 +41,7 @@ def _backward(activation, inputs, cotangents):
     padded_dz = jnp.pad(dz_BTD, edges)
     dx_BSD, dw_WD = jnp.zeros(x_BSD.shape, dtype), []
     for tap in range(width):
-        same_BT1 = _same_document(segment_ids_BT, width, tap)
+        same_BT1 = same_document(segment_ids_BT, width, tap)
         seen_BTD = jnp.where(same_BT1, x_BSD[:, tap : tap + length], 0).astype(dtype)
         dw_WD.append(jnp.sum(dz_BTD * seen_BTD, axis=(0, 1)))
         shift = width - 1 - tap
@@ -67,12 +67,12 @@ def _convolve(x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT):
     x_BSD = jnp.concatenate([tail_BXD, x_BTD], axis=1)
     z_BTD = jnp.broadcast_to(bias_D.astype(dtype), x_BTD.shape)
     for tap in range(width):
-        seen_BTD = jnp.where(_same_document(segment_ids_BT, width, tap), x_BSD[:, tap : tap + length], 0)
+        seen_BTD = jnp.where(same_document(segment_ids_BT, width, tap), x_BSD[:, tap : tap + length], 0)
         z_BTD += w_WD[tap].astype(dtype) * seen_BTD.astype(dtype)
     return z_BTD
 
 
-def _same_document(segment_ids_BT, width, tap):
+def same_document(segment_ids_BT, width, tap):
     """Whether the input that `tap` meets at each token is of that token's document, [B, T, 1]."""
     segment_ids_BS = jnp.pad(segment_ids_BT, ((0, 0), (width - 1, 0)), mode="edge")
     return (segment_ids_BS[:, tap : tap + segment_ids_BT.shape[1]] == segment_ids_BT)[..., None]

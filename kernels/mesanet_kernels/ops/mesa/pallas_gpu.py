@@ -107,12 +107,13 @@ def _solve_and_differentiate(options, *arrays):
     weights, gates_gradients = jax.vjp(weigh, log_decay_BTH, beta_BTH)
 
     g_parts, _ = recurrence.entering(k_BTHK, v_BTHV, weights, h_kv, stored=TWO)
-    dx_parts = readout((do_BTHV,), v_BTHV, k_BTHK, *weights, g_parts, transposed=True, results=2)
+    # Of -dq*, since it is -e* that the second memory takes.
+    minus_dx_parts = readout((do_BTHV,), v_BTHV, k_BTHK, *weights, g_parts, transposed=True, results=2, scale=-1.0)
     systems, _ = systems_of(k_BTHK, weights, h_kk)
-    e_parts, _ = solve(options, systems, dx_parts, k_BTHK, weights, lam_HK)
+    minus_e_parts, _ = solve(options, systems, minus_dx_parts, k_BTHK, weights, lam_HK)
 
     # The gradients of sum(do . G q*) - sum(e* . H q*) at fixed q*: of two memories with the same keys.
-    x_parts, minus_e_parts = tuple(x_parts), tuple(-e for e in e_parts)
+    x_parts = tuple(x_parts)
     h_parts, _ = recurrence.entering(k_BTHK, k_BTHK, weights, h_kk.mT, factors=2, stored=TWO)
     dg_parts, dh_kv = recurrence.leaving_cotangents(x_parts, (do_BTHV,), weights, dh_kv, stored=TWO)
     dh_parts, dh_kk = recurrence.leaving_cotangents(x_parts, minus_e_parts, weights, dh_kk.mT, factors=2, stored=TWO)
@@ -121,8 +122,8 @@ def _solve_and_differentiate(options, *arrays):
     dlog_decay_BTH, dbeta_BTH = gates_gradients(recurrence.weight_cotangents(found))
     dv_BTHV, dk_as_value_BTHK = found.dv_BTHV
     dk_BTHK = (found.dk_BTHK.astype(jnp.float32) + dk_as_value_BTHK).astype(k_BTHK.dtype)
-    dlam_BHK = -jnp.sum(_total(x_parts) * _total(e_parts), axis=1)
-    dq_BTHK, dk_BTHK, dv_BTHV = (x[:, :length] for x in (e_parts[0], dk_BTHK, dv_BTHV))
+    dlam_BHK = jnp.sum(_total(x_parts) * _total(minus_e_parts), axis=1)
+    dq_BTHK, dk_BTHK, dv_BTHV = (x[:, :length] for x in (-minus_e_parts[0], dk_BTHK, dv_BTHV))
     return dq_BTHK, dk_BTHK, dv_BTHV, dlog_decay_BTH, dbeta_BTH, dlam_BHK, dh_kk.mT, dh_kv
 
 
@@ -147,7 +148,8 @@ def scaled(k_BTHK, leave_NBHC, carry_NBH, h_kk_BHKK):
     """
     largest_BTH = jnp.max(jnp.square(k_BTHK.astype(jnp.float32)), axis=-1)
     written_NBH = jnp.sum(leave_NBHC * chunks.split(largest_BTH, CHUNK), axis=-1)
-    first_BH = jnp.max(jnp.abs(h_kk_BHKK), axis=(-2, -1))
+    # Without the barrier the compiler evaluates the maximum of the usual first state, zeros, itself: for seconds.
+    first_BH = jnp.max(jnp.abs(jax.lax.optimization_barrier(h_kk_BHKK)), axis=(-2, -1))
     bound_NBH = jnp.cumsum(jnp.concatenate([first_BH[None], written_NBH]), axis=0)
     size_NBH = jnp.maximum(bound_NBH / LARGEST_STATE, 1.0)
     entering_NBH, leaving_NBH = size_NBH[:-1], size_NBH[1:]

@@ -45,7 +45,7 @@ def solve(rhs_parts, k_BTHK, parts_NBHKK, diagonal_NBHK, intra_NBHCC, enter_NBHC
     blocks = range(size // BLOCK)
     upper = [(i, j) for i in blocks for j in blocks if i <= j]  # of a symmetric matrix
 
-    def kernel(rhs, k, high, low, diagonal, intra, enter, lam, x_out, iterations_out, *scratch):
+    def solve_chunk(rhs, k, high, low, diagonal, intra, enter, lam, x_out, iterations_out, *scratch):
         keys_s, rows_s, state_or_result_s, intra_s, lam_s, loaded, state_loaded = scratch
         b, n, h = (lax.axis_index(name) for name in ("row", "chunk", "head"))
         tokens, columns = pl.ds(n * CHUNK, CHUNK), [pl.ds(BLOCK * j, BLOCK) for j in blocks]
@@ -98,7 +98,7 @@ def solve(rhs_parts, k_BTHK, parts_NBHKK, diagonal_NBHK, intra_NBHCC, enter_NBHC
 
     rows = lambda dtype: [tiles.shared(CHUNK, BLOCK, dtype=dtype) for _ in blocks]
     return plgpu.kernel(
-        kernel,
+        solve_chunk,
         out_type=(
             (jax.ShapeDtypeStruct(k_BTHK.shape, half),) * RESULTS,
             jax.ShapeDtypeStruct(enter_NBHC.shape, jnp.int32),

@@ -87,7 +87,7 @@ def _kernel(q_RK, k_RK, v_RV, added_RK, decay_RK, lam_HK, h_kk_RKK, h_kv_RKV, *,
     """(o [R,V], h_kk, h_kv, iterations [R]), all float32 but the last."""
     (rows, size), width = q_RK.shape, v_RV.shape[-1]
 
-    def kernel(q, k, v, added, decay, lam, h_kk, h_kv, o_out, h_kk_out, h_kv_out, iterations_out, vector_s):
+    def step_of_head(q, k, v, added, decay, lam, h_kk, h_kv, o_out, h_kk_out, h_kv_out, iterations_out, vector_s):
         r = lax.axis_index("row")
         down = lambda x_K, columns: lax.broadcast_in_dim(x_K, (size, columns), [0])
         along = lambda x_V: lax.broadcast_in_dim(x_V, (size, x_V.shape[0]), [1])
@@ -134,7 +134,7 @@ def _kernel(q_RK, k_RK, v_RV, added_RK, decay_RK, lam_HK, h_kk_RKK, h_kv_RKV, *,
         o_out[r, ...] = jnp.sum(down(x_K, width) * g_KV, axis=0)
 
     return plgpu.kernel(
-        kernel,
+        step_of_head,
         out_type=(
             jax.ShapeDtypeStruct((rows, width), jnp.float32),
             jax.ShapeDtypeStruct((rows, size, size), jnp.float32),
