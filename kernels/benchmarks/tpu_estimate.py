@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 
 # Multiply-adds a cycle of a device: v5e has four units of 128 x 128, v5p two cores with four each, v6e two of 256 x 256.
 CHIPS = {"v5e:2x2": 4 * 128**2, "v5p:2x2x1": 8 * 128**2, "v6e:2x2": 2 * 256**2}
@@ -26,13 +27,17 @@ SYSTEMS, HEADS, CHUNK, SIZE = (
 )  # a system: one chunk of one head; of the scan as many tokens and channels
 SQUARE = CHUNK * SIZE  # numbers of an array of keys or weights of a system
 
-# Of a kernel and a system: products of 128 x 128 x 128, and bytes moved (bfloat16 tokens and states, float32 weights).
+SOLVE = "mesa's solve"
+# Of a kernel and a system: products of 128 x 128 x 128, and bytes moved (float32 are weights, mesa's states and q*).
 KERNELS = {
     "weights": (3, 4 * SQUARE),
     "weights' gradients": (6, 4 * SQUARE),
     "forward": (4, (4 * 2 + 4) * SQUARE),
     "states": (1, 3 * 2 * SQUARE),
     "gradients": (9, (8 * 2 + 2 * 4) * SQUARE),
+    "mesa's readout": (13, (3 * 2 + 2 * 4) * SQUARE),
+    "mesa's states": (2, (2 * 2 + 4) * SQUARE),
+    "mesa's gradients": (28, (7 * 2 + 6 * 4) * SQUARE),
     "linear_scan": (0, 3 * 4 * SQUARE),
 }
 
@@ -78,64 +83,71 @@ def call(kernel: str):
 
     from mesanet_kernels.chunks import ChunkWeights
     from mesanet_kernels.ops.linear_scan import pallas_tpu as linear_scan
-    from mesanet_kernels.tpu import forward, gradients, states, weights
+    from mesanet_kernels.tpu import weights
+    from mesanet_kernels.tpu.forward import forward
+    from mesanet_kernels.tpu.gradients import Memory, gradients
+    from mesanet_kernels.tpu.states import states
 
-    if kernel.startswith("mesa"):
-        return mesa(iterations=int(kernel.removeprefix("mesa")))
-    wide = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    half, wide = (
+        lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.bfloat16, jnp.float32)
+    )
     count = SYSTEMS // HEADS
-    token = jax.ShapeDtypeStruct((1, count * CHUNK, HEADS, SIZE), jnp.bfloat16)
+    tokens, squares = (1, count * CHUNK, HEADS, SIZE), (count, 1, HEADS, SIZE, SIZE)
     pairs, row = wide(count, 1, HEADS, CHUNK, CHUNK), wide(count, 1, HEADS, 1, CHUNK)
     of_chunks = ChunkWeights(pairs, wide(count, 1, HEADS, CHUNK))
-    state, entering = wide(1, HEADS, SIZE, SIZE), jax.ShapeDtypeStruct((count, 1, HEADS, SIZE, SIZE), jnp.bfloat16)
-    channels = wide(1, count * CHUNK, HEADS * SIZE)
+    state, channels = wide(1, HEADS, SIZE, SIZE), wide(1, count * CHUNK, HEADS * SIZE)
+    one_memory = (Memory(half(*tokens), half(*tokens), half(*squares), state),)
+    two_memories = tuple(Memory(half(*tokens), do, wide(*squares), state) for do in (half(*tokens), wide(*tokens)))
+    if kernel.startswith("solve"):
+        iterations = int(kernel.removeprefix("solve"))
+        return written_out(iterations), (half(*tokens), half(*tokens), of_chunks, wide(HEADS, SIZE), state)
     return {
         "weights": (weights._weights, (row, row)),
         "weights' gradients": (lambda *x: weights._gradients(x[:2], x[2:]), (row, row, pairs, row)),
-        "forward": (forward.forward, (token, token, token, of_chunks, state)),
-        "states": (states.states, (token, token, of_chunks, state)),
-        "gradients": (gradients.gradients, (token, token, token, of_chunks, entering, token, state)),
+        "forward": (forward, (half(*tokens), half(*tokens), half(*tokens), of_chunks, state)),
+        "states": (states, (half(*tokens), half(*tokens), of_chunks, state)),
+        "gradients": (partial(gradients, queries=True), (half(*tokens), half(*tokens), of_chunks, one_memory)),
+        "mesa's readout": (partial(forward, parts=3), (wide(*tokens), half(*tokens), half(*tokens), of_chunks, state)),
+        "mesa's states": (partial(states, dtype=jnp.float32), (half(*tokens), half(*tokens), of_chunks, state)),
+        "mesa's gradients": (
+            partial(gradients, queries=False),
+            (wide(*tokens), half(*tokens), of_chunks, two_memories),
+        ),
         "linear_scan": (lambda *x: linear_scan._kernel(*x, reverse=False), (channels, channels, wide(1, HEADS * SIZE))),
     }[kernel]
 
 
-def mesa(*, iterations):
-    import jax
-    import jax.numpy as jnp
+def written_out(iterations: int):
+    """Mesa's solve with its loops written out: two exact iterations, then as many others."""
+    from mesanet_kernels.ops.mesa import solve_tpu
 
-    from mesanet_kernels.ops.mesa import pallas_tpu
+    counts = iter((solve_tpu.EXACT_STEPS, iterations))
 
-    def written_out(_, body, state):
-        for _ in range(iterations):
+    def loop(_, body, state):
+        for _ in range(next(counts)):
             state = body(state)
         return state
 
-    pallas_tpu.lax.while_loop = written_out
-    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-    wide, half = jnp.float32, pallas_tpu.HALF
-    rows, square = (SYSTEMS, CHUNK, SIZE), (SYSTEMS, SIZE, SIZE)
-    arguments = (
-        array(wide, *rows), array(wide, *rows), array(half, *rows), array(half, *square), array(half, *square),
-        array(wide, SYSTEMS, CHUNK, CHUNK), array(wide, SYSTEMS, CHUNK), array(wide, HEADS, SIZE),
-    )  # fmt: skip
-    return (lambda *arrays: pallas_tpu._kernel(*arrays, max_iters=iterations, tol=0.0)), arguments
+    solve_tpu.lax.while_loop = loop
+    return partial(solve_tpu.solve, max_iters=30, tol=0.0)
 
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
     flags.add_argument("--chips", nargs="+", default=list(CHIPS), choices=list(CHIPS))
-    flags.add_argument("--kernels", nargs="+", default=["mesa", *KERNELS], choices=["mesa", *KERNELS])
+    flags.add_argument("--kernels", nargs="+", default=[SOLVE, *KERNELS], choices=[SOLVE, *KERNELS])
     args = flags.parse_args()
     print("| chip | kernel | cycles a system | floor of its products | KiB moved |")
     print("| --- | --- | ---: | ---: | ---: |")
     for chip in args.chips:
         floor = lambda products: f"{products * CHUNK * CHUNK * SIZE / CHIPS[chip]:.0f}"  # noqa: B023
         for kernel in args.kernels:
-            if kernel == "mesa":
-                one, three = (cycles(chip, f"mesa{iterations}") for iterations in (1, 3))
+            if kernel == SOLVE:
+                one, three = (cycles(chip, f"solve{iterations}") for iterations in (1, 3))
                 iteration = (three - one) / 2
-                print(f"| {chip} | mesa's solve, an iteration | {iteration:.0f} | {floor(7)} | 0 |")
-                print(f"| {chip} | mesa's solve, besides | {one - iteration:.0f} | | |", flush=True)
+                print(f"| {chip} | {SOLVE}, an iteration | {iteration:.0f} | {floor(7)} | 0 |")
+                start = f"{SOLVE}, its start and two exact iterations | {one - iteration:.0f} | {floor(40)}"
+                print(f"| {chip} | {start} | {12 * SQUARE // 1024} |", flush=True)
                 continue
             products, moved = KERNELS[kernel]
             print(

@@ -3,14 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 
-from mesanet_kernels.ops.mesa.fused import in_two_parts
-
 CHUNKS, HEADS = 2, 2
 KEYS = ("random", "low rank", "one token repeated")
 
 
 def systems(keys, size, *, chunk, half, seed=0):
-    """The kernel's arguments for keys of a kind, and the exact solutions [R, C, K]."""
+    """(rhs, keys, both parts of the state, intra, enter, lam) for keys of a kind, and the exact solutions [R, C, K]."""
     rng = np.random.default_rng(seed)
     earlier = 500
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
@@ -34,15 +32,19 @@ def systems(keys, size, *, chunk, half, seed=0):
     matrices_RCKK = np.einsum("rts,rsk,rsl->rtkl", np.float64(intra_RCC), k_RCK, k_RCK)
     matrices_RCKK += enter_RC[..., None, None] * np.float64(state_RKK)[:, None]
     matrices_RCKK += np.stack([np.diag(lam_HK[r % HEADS]) for r in range(CHUNKS)])[:, None]
-    start_RCK = unit_RCK / np.einsum("rtkk->rtk", matrices_RCKK)
     exact_RCK = np.linalg.solve(matrices_RCKK, unit_RCK[..., None])[..., 0]
     arrays = (
         unit_RCK,
-        np.float32(start_RCK),
         jnp.asarray(k_RCK, half),
-        *in_two_parts(jnp.asarray(state_RKK), half),
+        *in_two_parts(state_RKK, half),
         intra_RCC,
         enter_RC,
         lam_HK,
     )
     return [jnp.asarray(x) for x in arrays], exact_RCK
+
+
+def in_two_parts(x, half):
+    """x as the sum of two arrays of `half`."""
+    high = jnp.asarray(x, half)
+    return high, jnp.asarray(x - np.float32(high), half)

@@ -172,3 +172,14 @@ def assert_close(got, wanted, *, limit):
     for part, part_limit in zip((0, 1), (limit, 2 * limit)):
         errors = relative_errors(got[part], wanted[part])
         assert max(errors.values()) < part_limit, (("outputs", "gradients")[part], errors)
+
+
+def while_loops(program):
+    """How many there are anywhere in a jaxpr, in what is read or writes to memory."""
+    read = {id(x) for eqn in program.eqns for x in eqn.invars} | {id(x) for x in program.outvars}
+    count = 0
+    for eqn in program.eqns:
+        if eqn.effects or any(id(x) in read for x in eqn.outvars):
+            nested = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params)]
+            count += sum(while_loops(x) for x in nested if hasattr(x, "eqns")) + (eqn.primitive.name == "while")
+    return count

@@ -15,6 +15,7 @@ from op_cases import (
     gated_linear_attention,
     mesa,
     rounded,
+    while_loops,
 )
 
 from mesanet_kernels import partition
@@ -29,7 +30,7 @@ against_float64 = partial(op_cases.against_float64, mesa, "pallas_gpu")
 def solved(keys, size, **options):
     """The kernel's solutions of the systems of mesa_systems.py, one chunk a head, the exact ones, and the steps."""
     arrays, exact_HCK = systems(keys, size, chunk=tiles.CHUNK, half=jnp.float16)
-    unit_HCK, _, k_HCK, high_HKK, low_HKK, intra_HCC, enter_HC, lam_HK = arrays
+    unit_HCK, k_HCK, high_HKK, low_HKK, intra_HCC, enter_HC, lam_HK = arrays
     assert len(unit_HCK) == HEADS
     rows = lambda x_HCK: jnp.swapaxes(x_HCK, 0, 1)[None].astype(jnp.bfloat16)
     chunk = lambda x: x[None, None]
@@ -139,7 +140,7 @@ def test_each_device_is_given_its_own_rows_and_heads(monkeypatch, op):
 
 @pytest.mark.parametrize("ways", [1, 2])
 def test_a_kept_solution_is_not_computed_again(monkeypatch, ways):
-    """By a forward pass that is done again for its gradients, on one device or on a mesh."""
+    """By a forward pass that is done again for its gradients, on one device or on a mesh. A solve is a loop."""
     monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
     monkeypatch.setattr(partition, "_axes", {"B": ("data",), "H": (), "T": ()})
     inputs = rounded(example("mesa", dict(B=2, T=64, H=1, K=64, V=64)))
@@ -147,18 +148,11 @@ def test_a_kept_solution_is_not_computed_again(monkeypatch, ways):
 
     def solves(policy):
         run = lambda *arrays: jnp.sum(jnp.sin(mesa(dict(zip(inputs, arrays)), implementation="pallas_gpu")[0]))
-        return _loops(jax.make_jaxpr(jax.grad(jax.checkpoint(run, policy=policy), argnums=0))(*arrays).jaxpr)
+        return while_loops(jax.make_jaxpr(jax.value_and_grad(jax.checkpoint(run, policy=policy)))(*arrays).jaxpr)
 
     with jax.set_mesh(jax.make_mesh((ways,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
         assert solves(jax.checkpoint_policies.nothing_saveable) == 3
         assert solves(jax.checkpoint_policies.save_only_these_names("mesa_q_star")) == 2
-
-
-def _loops(program):
-    """While loops anywhere in a jaxpr: each solve has one, and nothing else has any."""
-    nested = [getattr(x, "jaxpr", x) for eqn in program.eqns for x in jax.tree.leaves(eqn.params)]
-    inside = sum(_loops(x) for x in nested if hasattr(x, "eqns"))
-    return inside + sum(eqn.primitive.name == "while" for eqn in program.eqns)
 
 
 def test_says_what_it_lacks():

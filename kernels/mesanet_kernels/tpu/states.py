@@ -10,17 +10,19 @@ from mesanet_kernels.tpu import tiles
 from mesanet_kernels.tpu.tiles import CHUNK, HALF
 
 
-def states(k_BTHK, v_BTHV, weights, initial_BHKV):
-    """[N,B,H,K,V] bfloat16, of bfloat16 keys and values with T = N C."""
+def states(k_BTHK, v_BTHV, weights, initial_BHKV, *, dtype=HALF):
+    """[N,B,H,K,V] in `dtype`, of bfloat16 keys and values with T = N C; float32 states are right to 16 bits."""
     grid = tiles.grid(k_BTHK, v_BTHV)
     key_size, value_size = initial_BHKV.shape[2:]
+    parts = tiles.parts_of(dtype)
 
     def kernel(k, v, leave, enter, initial, entering, state):
         tiles.begin(state, initial)
         for head in range(grid.group):
             k_CK, v_CV = k[tiles.lanes(head, key_size)], v[tiles.lanes(head, value_size)]
-            entering[head] = state[head].astype(HALF)
-            state[head] = tiles.advanced(state[head], k_CK, v_CV, leave[head], enter[head, :, CHUNK - 1 :])
+            carry_11 = enter[head, :, CHUNK - 1 :]
+            entering[head] = state[head].astype(dtype)
+            state[head] = tiles.advanced(state[head], k_CK, v_CV, leave[head], carry_11, parts=parts)
 
     return pl.pallas_call(
         kernel,
@@ -31,7 +33,7 @@ def states(k_BTHK, v_BTHV, weights, initial_BHKV):
             grid.of_row(key_size, value_size),
         ],
         out_specs=grid.of_chunk(key_size, value_size),
-        out_shape=tiles.out(grid.chunks, *initial_BHKV.shape, dtype=HALF),
+        out_shape=tiles.out(grid.chunks, *initial_BHKV.shape, dtype=dtype),
         scratch_shapes=[pltpu.VMEM((grid.group, key_size, value_size), initial_BHKV.dtype)],
         compiler_params=tiles.COMPILER,
     )(

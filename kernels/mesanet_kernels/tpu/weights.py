@@ -82,12 +82,7 @@ def _order():
 
 def _times_ones(ones_CC, x_CC, *, transposed=False):
     """ones @ x, or ones.T @ x, to float32's precision: three parts of bfloat16 hold all of x."""
-    ones_CC, result_CC = ones_CC.astype(HALF), 0.0
-    for _ in range(3):
-        part_CC = tiles.leading_bits(x_CC)
-        result_CC += tiles.dot(ones_CC, part_CC.astype(HALF), a_transposed=transposed)
-        x_CC -= part_CC
-    return result_CC
+    return tiles.product([ones_CC.astype(HALF)], tiles.cut(x_CC, tiles.EXACT), a_transposed=transposed)
 
 
 def _call(kernel, rows_out, *arrays):

@@ -9,7 +9,7 @@ from mesanet_kernels.checks import require
 from mesanet_kernels.ops.gated_linear_attention import differentiable
 from mesanet_kernels.tpu import tiles
 from mesanet_kernels.tpu.forward import forward
-from mesanet_kernels.tpu.gradients import gradients
+from mesanet_kernels.tpu.gradients import Memory, gradients
 from mesanet_kernels.tpu.states import states
 from mesanet_kernels.tpu.weights import chunk_weights
 
@@ -36,8 +36,9 @@ def lacks(q_BTHK, k_BTHK, v_BTHV, log_decay):
 
 
 def _backward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV, do_BTHV, dfinal_BHKV):
-    states_NBHKV = states(k_BTHK, v_BTHV, weights, state_BHKV)
-    return gradients(q_BTHK, k_BTHK, v_BTHV, weights, states_NBHKV, do_BTHV, dfinal_BHKV)
+    memory = Memory(v_BTHV, do_BTHV, states(k_BTHK, v_BTHV, weights, state_BHKV), dfinal_BHKV)
+    found = gradients(q_BTHK, k_BTHK, weights, (memory,), queries=True)
+    return *found.dq_BTHK, found.dk_BTHK, *found.dv_BTHV, found.weights, *found.dinitial_BHKV
 
 
 KERNELS = differentiable.Kernels(CHUNK, chunk_weights, forward, _backward)

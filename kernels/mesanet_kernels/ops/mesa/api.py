@@ -85,8 +85,8 @@ def mesa(
       chunk_size: tokens computed as one dense block, rounded up to a power of two; does not change the result.
         Default 64.
       implementation: "reference" (exact dense solve; ignores max_iters and tol and reports 0 iterations), "xla",
-        "pallas_gpu" (NVIDIA Hopper; q, k and v bfloat16, K and V 64 or 128; chunks of 64), "pallas_tpu" (q and k
-        bfloat16, K 64 or 128; chunks of 128), or None for the best.
+        "pallas_gpu" (NVIDIA Hopper; chunks of 64), "pallas_tpu" (chunks of 128), both for "cg", q, k and v in bfloat16,
+        K and V 64 or 128; or None for the best.
 
     Raises:
       ValueError: shapes or dtypes that do not fit. NotImplementedError: an unknown implementation or solver.

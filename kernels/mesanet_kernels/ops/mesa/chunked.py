@@ -1,4 +1,4 @@
-"""Mesa in its chunk-parallel form (mesanet.md 1.5) with implicit gradients (1.6), around any backend.
+"""Mesa in its chunk-parallel form (mesanet.md 1.5) with implicit gradients (1.6), around any solver.
 
     H_t = gamma_t H_{t-1} + beta_t k_t k_t^T    G_t = gamma_t G_{t-1} + beta_t v_t k_t^T
     q*_t = (H_t + Lambda)^{-1} q_t              o_t = G_t q*_t
@@ -27,17 +27,6 @@ class Options(NamedTuple):
     chunk: int
 
 
-class Backend(NamedTuple):
-    """What may be a kernel.
-
-    solve: (options, chunked, rhs_NBHCK) -> `Solution`, of all the systems (H_t + Lambda) x_t = rhs_t.
-    weigh: (log_decay, beta, segment_ids, *, chunk) -> `ChunkWeights`; differentiated by jax.vjp.
-    """
-
-    solve: Callable
-    weigh: Callable = chunks.chunk_weights
-
-
 class Chunked(NamedTuple):
     """What the operator H_t + Lambda and the readout G_t need, for all tokens."""
 
@@ -50,17 +39,20 @@ class Chunked(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def mesa(backend: Backend, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
-    """Returns (o [B,T,H,V], (h_kk, h_kv), iterations [B,T,H]); `api.mesa` says what each argument is."""
-    return _forward(backend, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT)[0]
+def mesa(solve: Callable, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
+    """Returns (o [B,T,H,V], (h_kk, h_kv), iterations [B,T,H]); `api.mesa` says what each argument is.
+
+    solve: (options, chunked, rhs_NBHCK) -> `Solution`, of all the systems (H_t + Lambda) x_t = rhs_t.
+    """
+    return _forward(solve, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT)[0]
 
 
-def _forward(backend, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
+def _forward(solve, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
     length, dtype = q_BTHK.shape[1], accumulation_dtype(q_BTHK, k_BTHK, v_BTHV)
     chunked, final_state = _prepare(
-        backend, options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, lam_HK=lam_HK
+        options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, lam_HK=lam_HK
     )
-    solution = backend.solve(options, chunked, chunks.split(q_BTHK.astype(dtype), options.chunk))
+    solution = solve(options, chunked, chunks.split(q_BTHK.astype(dtype), options.chunk))
     # Named so that a rematerialisation policy can keep the one value that is expensive to recompute.
     solution_NBHCK = checkpoint_name(solution.x_RK, "mesa_q_star")
     o_NBHCV = _read_values(chunked, solution_NBHCK)
@@ -82,7 +74,7 @@ def _forward(backend, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, 
     )
 
 
-def _backward(backend, options, saved, cotangents):
+def _backward(solve, options, saved, cotangents):
     """mesanet.md 1.6, with dq* and e* = (H + Lambda)^{-1} dq*:
 
     dq = e*, dlambda = -sum q* e*, and the rest are the gradients of sum(do . G q*) - sum(e* . H q*) at fixed q*.
@@ -94,14 +86,14 @@ def _backward(backend, options, saved, cotangents):
 
     def readouts(k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state):
         chunked, final_state = _prepare(
-            backend, options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, lam_HK=lam_HK
+            options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, lam_HK=lam_HK
         )
         return (_read_values(chunked, solution_NBHCK), read_keys(chunked, solution_NBHCK), final_state), chunked
 
     _, gradients_of, chunked = jax.vjp(readouts, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, has_aux=True)
     do_NBHCV = chunks.split(do_BTHV.astype(dtype), options.chunk)
     (dsolution_NBHCK,) = jax.linear_transpose(partial(_read_values, chunked), solution_NBHCK)(do_NBHCV)
-    e_NBHCK = backend.solve(options, chunked, dsolution_NBHCK).x_RK
+    e_NBHCK = solve(options, chunked, dsolution_NBHCK).x_RK
 
     dk, dv, dlog_decay, dbeta, dstate = gradients_of((do_NBHCV, -e_NBHCK, dfinal_state))
     dq_BTHK = chunks.join(e_NBHCK, length).astype(k_BTHK.dtype)
@@ -112,11 +104,11 @@ def _backward(backend, options, saved, cotangents):
 mesa.defvjp(_forward, _backward)
 
 
-def _prepare(backend, options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, *, lam_HK):
+def _prepare(options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, *, lam_HK):
     """The `Chunked` of a sequence and its final (h_kk, h_kv)."""
     dtype, value_size = accumulation_dtype(k_BTHK, v_BTHV), v_BTHV.shape[-1]
     h_kk_BHKK, h_kv_BHKV = state
-    weights = backend.weigh(log_decay_BTH, beta_BTH, segment_ids_BT, chunk=options.chunk)
+    weights = chunks.chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT, chunk=options.chunk)
     k_NBHCK, v_NBHCV = (chunks.split(x.astype(dtype), options.chunk) for x in (k_BTHK, v_BTHV))
     values_NBHCW = jnp.concatenate([v_NBHCV, k_NBHCK], axis=-1)
     # Transposed, as `read` gives S^T p: of a symmetric matrix it makes no difference but to the gradient's layout.

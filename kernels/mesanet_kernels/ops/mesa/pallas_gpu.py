@@ -21,21 +21,18 @@ from mesanet_kernels.gpu.gradients import Memory, gradients
 from mesanet_kernels.gpu.readout import readout
 from mesanet_kernels.gpu.states import states
 from mesanet_kernels.gpu.weights import chunk_weights
-from mesanet_kernels.ops.mesa import solve_gpu
-from mesanet_kernels.ops.mesa.fused import LARGEST_STATE
-from mesanet_kernels.partition import partitioned
+from mesanet_kernels.ops.mesa import differentiable, solve_gpu
 
 CHUNK = tiles.CHUNK
 TWO = (jnp.bfloat16,) * 2  # parts of a state
-AXES = ("BTHK", "BTHK", "BTHV", "BTH", "BTH", "HK", "BHKK", "BHKV", "BT")
+LARGEST_STATE = 2.0**14  # of a matrix in float16, with room for the decay and the sum of both parts
 
 
 def mesa(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
     """As `api.mesa`, in chunks of 64. Raises NotImplementedError for what the kernels lack."""
     require("mesa", "pallas_gpu", lacks(options, q_BTHK, k_BTHK, v_BTHV))
-    arrays = (q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, *state, segment_ids_BT)
-    o_BTHV, h_kk_BHKK, h_kv_BHKV, iterations_BTH = _mesa(options, *arrays)
-    return o_BTHV, (h_kk_BHKK, h_kv_BHKV), iterations_BTH
+    arrays = q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT
+    return differentiable.mesa(KERNELS, options, *arrays)
 
 
 def lacks(options, q_BTHK, k_BTHK, v_BTHV):
@@ -45,32 +42,6 @@ def lacks(options, q_BTHK, k_BTHK, v_BTHV):
     if any(x.dtype != jnp.bfloat16 for x in (q_BTHK, k_BTHK, v_BTHV)):
         return "needs q, k and v in bfloat16"
     return tiles.lacks((k_BTHK.shape[-1], v_BTHV.shape[-1]))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mesa(options, *arrays):
-    return _forward(options, *arrays)[0]
-
-
-def _forward(options, *arrays):
-    run, results = partial(_solve_and_read, options), ("BTHV", "BHKK", "BHKV", "BTH", "BTHK", "BTHK")
-    *outputs, high_BTHK, low_BTHK = partitioned(run, arrays, axes=AXES, results=results)
-    return tuple(outputs), (arrays[1:], (high_BTHK, low_BTHK))
-
-
-def _backward(options, saved, cotangents):
-    inputs, solution = saved
-    do_BTHV, dh_kk_BHKK, dh_kv_BHKV, _ = cotangents
-    arrays = (*inputs, *solution, do_BTHV, dh_kk_BHKK, dh_kv_BHKV)
-    axes = (*AXES[1:], "BTHK", "BTHK", "BTHV", "BHKK", "BHKV")
-    run = partial(_solve_and_differentiate, options)
-    dq, dk, dv, dlog_decay, dbeta, dlam, *dstate = partitioned(
-        run, arrays, axes=axes, results=(*AXES[:5], "BHK", *AXES[6:8])
-    )
-    return dq, dk, dv, dlog_decay, dbeta, jnp.sum(dlam, axis=0), *dstate, None
-
-
-_mesa.defvjp(_forward, _backward)
 
 
 class Systems(NamedTuple):
@@ -158,7 +129,8 @@ def scaled(k_BTHK, leave_NBHC, carry_NBH, h_kk_BHKK):
 
 
 def solve(options, systems, rhs_parts, k_BTHK, weights, lam_HK):
-    x_parts, iterations_NBHC = solve_gpu.solve(
+    """`solve_gpu.solve`."""
+    return solve_gpu.solve(
         rhs_parts,
         k_BTHK,
         systems.parts_NBHKK,
@@ -169,6 +141,6 @@ def solve(options, systems, rhs_parts, k_BTHK, weights, lam_HK):
         max_iters=options.max_iters,
         tol=options.tol,
     )
-    if options.tol == 0:  # rows that rest at rounding error have had all their steps
-        iterations_NBHC = jnp.full_like(iterations_NBHC, options.max_iters)
-    return x_parts, iterations_NBHC
+
+
+KERNELS = differentiable.Kernels(_solve_and_read, _solve_and_differentiate, parts=solve_gpu.RESULTS)

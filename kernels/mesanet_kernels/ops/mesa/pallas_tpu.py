@@ -1,158 +1,89 @@
-"""Mesa on TPUs: kernels for the weights (tpu/weights.py) and for the solve; states and readouts are XLA's (chunked.py).
+"""Mesa on TPUs, all of it in kernels: weights, states, solve, readout and their gradients (tpu/, solve_tpu.py).
 
-The solve is one kernel for all iterations, a few heads of a chunk at a time (Pallas, Mosaic TPU).
-Iterations are a chain of dependent products, so the heads of a step are interleaved to keep the matrix unit busy. What
-they need stays in VMEM. The matrix unit multiplies bfloat16: keys are exact in it, all else is a sum of two parts, and
-products of two small parts are left out (16 bits remain; mesanet.md 1.7.3).
+As `chunked.mesa`. The matrix unit multiplies bfloat16. What a solve has made is multiplied as the sum of several such parts,
+and so are the states that it meets: where keys repeat, what a solution has in common with them is its last bits, which the
+state makes large again. Forward no state is ever written: the solve carries H in VMEM, the readout G.
 
-R chunks of all rows and heads (N*B*H), G of them in a step, C tokens of a chunk, H heads, K key size.
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
+from jax.ad_checkpoint import checkpoint_name
 
+from mesanet_kernels import chunks
 from mesanet_kernels.checks import require
-from mesanet_kernels.chunks import ChunkWeights
-from mesanet_kernels.ops.mesa import chunked as chunked_lib
-from mesanet_kernels.ops.mesa import fused
-from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
-from mesanet_kernels.partition import partitioned
+from mesanet_kernels.ops.mesa import differentiable, solve_tpu
 from mesanet_kernels.tpu import tiles
+from mesanet_kernels.tpu.forward import forward
+from mesanet_kernels.tpu.gradients import Memory, gradients
+from mesanet_kernels.tpu.states import states
 from mesanet_kernels.tpu.weights import chunk_weights
 
 CHUNK = tiles.CHUNK
-KEY_SIZES = (64, 128)
-HALF = tiles.HALF
-HEADS = (4, 2, 1)  # of a step: the most that divide the heads
+SIZES = (64, 128)
 
 
-def mesa(options, q_BTHK, k_BTHK, *rest):
-    """As `api.mesa`. Raises NotImplementedError where the kernel lacks what the call needs."""
-    require("mesa", "pallas_tpu", lacks(options, q_BTHK, k_BTHK))
-    return chunked_lib.mesa(BACKEND, options._replace(chunk=CHUNK), q_BTHK, k_BTHK, *rest)
+def mesa(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
+    """As `api.mesa`, in chunks of 128. Raises NotImplementedError for what the kernels lack."""
+    require("mesa", "pallas_tpu", lacks(options, q_BTHK, k_BTHK, v_BTHV))
+    arrays = q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT
+    return differentiable.mesa(KERNELS, options, *arrays)
 
 
-def lacks(options, q_BTHK, k_BTHK, *_):
-    """What the call needs and the kernel has not, as the end of a sentence; "" where it can do it."""
+def lacks(options, q_BTHK, k_BTHK, v_BTHV):
+    """What the call needs and the kernels have not, as the end of a sentence; "" where they can do it."""
+    arrays = q_BTHK, k_BTHK, v_BTHV
     reasons = {
         f"has no solver {options.solver!r}": options.solver != "cg",
-        "needs q and k in bfloat16": q_BTHK.dtype != HALF or k_BTHK.dtype != HALF,
-        f"needs a key size in {KEY_SIZES}": k_BTHK.shape[-1] not in KEY_SIZES,
+        "needs q, k and v in bfloat16": any(x.dtype != jnp.bfloat16 for x in arrays),
+        f"needs key and value sizes in {SIZES}": any(x.shape[-1] not in SIZES for x in arrays),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-def _kernel(
-    unit_RCK, start_RCK, k_RCK, high_RKK, low_RKK, intra_RCC, enter_RC, lam_HK, *, max_iters, tol, interpret=False
-):
-    """The kernel, as `fused` calls it; `interpret` as in `pl.pallas_call`."""
-    systems, chunk, size = unit_RCK.shape
-    heads = lam_HK.shape[0]
-    group = next(count for count in HEADS if heads % count == 0)
-
-    def kernel(unit, start, k, high, low, intra, enter, lam, x_out, iterations_out, residual, direction):
-        every = range(group)
-        enter_GC1 = [tiles.column(enter[g]) for g in every]
-
-        def image(g, p_CK):
-            """H_t p_t."""
-            weighted_CC = _times(p_CK, k[g], transposed=True) * intra[g]
-            entering_high, entering_low = _in_two_parts(p_CK * enter_GC1[g])
-            inside_CK = _times(weighted_CC, k[g])
-            parts = (entering_high, high), (entering_low, high), (entering_high, low)
-            return inside_CK + sum(tiles.dot(part_CK, state[g]) for part_CK, state in parts)
-
-        deltas = []
-        for g in every:
-            x_CK = start[g]
-            residual_CK = unit[g] - image(g, x_CK) - lam[g] * x_CK
-            x_out[g] = x_CK
-            residual[g], direction[g] = residual_CK, residual_CK
-            deltas.append(_sum_of_rows(residual_CK * residual_CK))
-        stops = [max(tol, ROUNDING) ** 2 * delta_C1 for delta_C1 in deltas]
-
-        def unfinished(state):
-            step, deltas, _ = state
-            left = sum(jnp.max(delta_C1 - stop_C1) > 0 for delta_C1, stop_C1 in zip(deltas, stops, strict=True))
-            return (step < max_iters) & (left > 0)
-
-        def advance(state):
-            step, deltas, counts = state
-            next_deltas, next_counts = [], []
-            for g, (delta_C1, stop_C1, count_C1) in enumerate(zip(deltas, stops, counts, strict=True)):
-                active_C1 = delta_C1 > stop_C1
-                direction_CK = direction[g]
-                image_CK = image(g, direction_CK) + lam[g] * direction_CK
-                curvature_C1 = _sum_of_rows(direction_CK * image_CK)
-                length_C1 = divide(delta_C1, curvature_C1, active_C1)
-                x_out[g] += length_C1 * direction_CK
-                residual_CK = residual[g] - length_C1 * image_CK
-                next_C1 = jnp.where(active_C1, _sum_of_rows(residual_CK * residual_CK), delta_C1)
-                residual[g] = residual_CK
-                direction[g] = residual_CK + divide(next_C1, delta_C1, active_C1) * direction_CK
-                next_deltas.append(next_C1)
-                next_counts.append(count_C1 + active_C1.astype(jnp.int32))
-            return step + 1, next_deltas, next_counts
-
-        none = [jnp.zeros((chunk, 1), jnp.int32) for _ in every]
-        *_, counts = lax.while_loop(unfinished, advance, (jnp.int32(0), deltas, none))
-        for g in every:
-            iterations_out[g] = tiles.row(counts[g])
-
-    of_step = lambda *shape: pl.BlockSpec((group, *shape), lambda step: (step, 0, 0))
-    of_heads = pl.BlockSpec((group, 1, size), lambda step: (step % (heads // group), 0, 0))
-    x_RCK, iterations_R1C = pl.pallas_call(
-        kernel,
-        grid=(systems // group,),
-        in_specs=[
-            of_step(chunk, size),
-            of_step(chunk, size),
-            of_step(chunk, size),
-            of_step(size, size),
-            of_step(size, size),
-            of_step(chunk, chunk),
-            of_step(1, chunk),
-            of_heads,
-        ],
-        out_specs=[of_step(chunk, size), of_step(1, chunk)],
-        out_shape=[
-            jax.ShapeDtypeStruct(unit_RCK.shape, jnp.float32),
-            jax.ShapeDtypeStruct((systems, 1, chunk), jnp.int32),
-        ],
-        scratch_shapes=[pltpu.VMEM((group, chunk, size), jnp.float32)] * 2,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=64 * 2**20),
-        interpret=interpret,
-    )(unit_RCK, start_RCK, k_RCK, high_RKK, low_RKK, intra_RCC, enter_RC[:, None], lam_HK[:, None])
-    return x_RCK, iterations_R1C[:, 0]
+def _solve_and_read(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, h_kk, h_kv, segment_ids_BT):
+    length = q_BTHK.shape[1]
+    q_BTHK, k_BTHK, v_BTHV = (chunks.pad_time(x, chunk=CHUNK) for x in (q_BTHK, k_BTHK, v_BTHV))
+    weights = chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT)
+    x_BTHK, final_h_kk, iterations_NBHC = _solve(options, q_BTHK, k_BTHK, weights, lam_HK, h_kk)
+    # Named so that a rematerialisation policy can keep the one value that is expensive to recompute; what follows reads
+    # the named one, or it would be recomputed for that.
+    x_BTHK = checkpoint_name(x_BTHK, "mesa_q_star")
+    o_BTHV, final_h_kv = forward(x_BTHK, k_BTHK, v_BTHV, weights, h_kv, parts=tiles.EXACT)
+    iterations_BTH = chunks.join(iterations_NBHC, length)
+    return o_BTHV[:, :length], final_h_kk, final_h_kv, iterations_BTH, x_BTHK[:, :length]
 
 
-def _weigh(log_decay_BTH, beta_BTH, segment_ids_BT, *, chunk):
-    """`ChunkWeights` of a sequence in chunks of 128."""
-    del chunk
-    call = lambda *gates: tuple(chunk_weights(*gates))
-    gates = log_decay_BTH, beta_BTH, segment_ids_BT
-    return ChunkWeights(*partitioned(call, gates, axes=("BTH", "BTH", "BT"), results=("NBHCC", "NBHC")))
+def _solve_and_differentiate(options, *arrays):
+    """mesanet.md 1.6, as `chunked._backward`; its dlambda for each row of the batch, [B,H,K]."""
+    k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, h_kk, h_kv, segment_ids_BT, x_BTHK, do_BTHV, dh_kk, dh_kv = arrays
+    length = k_BTHK.shape[1]
+    k_BTHK, v_BTHV, do_BTHV, x_BTHK = (chunks.pad_time(x, chunk=CHUNK) for x in (k_BTHK, v_BTHV, do_BTHV, x_BTHK))
+    weigh = partial(chunk_weights, segment_ids_BT=segment_ids_BT)
+    weights, gates_gradients = jax.vjp(weigh, log_decay_BTH, beta_BTH)
+
+    # Of -dq*, since it is -e* that the second memory takes.
+    minus_dx_BTHK, _ = forward(-do_BTHV, v_BTHV, k_BTHK, weights, h_kv.mT, parts=tiles.EXACT, dtype=jnp.float32)
+    minus_e_BTHK, *_ = _solve(options, minus_dx_BTHK, k_BTHK, weights, lam_HK, h_kk)
+
+    # The gradients of sum(do . G q*) - sum(e* . H q*) at fixed q*: of two memories with the same keys.
+    g_NBHKV = states(k_BTHK, v_BTHV, weights, h_kv, dtype=jnp.float32)
+    h_NBHKK = states(k_BTHK, k_BTHK, weights, h_kk.mT, dtype=jnp.float32)
+    memories = Memory(v_BTHV, do_BTHV, g_NBHKV, dh_kv), Memory(k_BTHK, minus_e_BTHK, h_NBHKK, dh_kk.mT)
+    found = gradients(x_BTHK, k_BTHK, weights, memories, queries=False)
+    dlog_decay_BTH, dbeta_BTH = gates_gradients(found.weights)
+    (dv_BTHV, dk_as_value_BTHK), (dh_kv, dh_kk) = found.dv_BTHV, found.dinitial_BHKV
+    dk_BTHK = (found.dk_BTHK.astype(jnp.float32) + dk_as_value_BTHK).astype(k_BTHK.dtype)
+    dlam_BHK = jnp.sum(x_BTHK * minus_e_BTHK, axis=1)
+    dq_BTHK, dk_BTHK, dv_BTHV = (x[:, :length] for x in ((-minus_e_BTHK).astype(k_BTHK.dtype), dk_BTHK, dv_BTHV))
+    return dq_BTHK, dk_BTHK, dv_BTHV, dlog_decay_BTH, dbeta_BTH, dlam_BHK, dh_kk.mT, dh_kv
 
 
-BACKEND = chunked_lib.Backend(partial(fused.solve, _kernel, HALF), _weigh)
+def _solve(options, *arrays):
+    return solve_tpu.solve(*arrays, max_iters=options.max_iters, tol=options.tol)
 
 
-def _times(x, exact, *, transposed=False):
-    """x @ exact, or x @ exact.T, with x in two parts."""
-    high, low = _in_two_parts(x)
-    return tiles.dot(high, exact, b_transposed=transposed) + tiles.dot(low, exact, b_transposed=transposed)
-
-
-def _in_two_parts(x):
-    """x as its leading 8 bits and the rest."""
-    high = tiles.leading_bits(x)
-    return high.astype(HALF), (x - high).astype(HALF)
-
-
-def _sum_of_rows(x_CK):
-    return jnp.sum(x_CK, axis=1, keepdims=True)
+KERNELS = differentiable.Kernels(_solve_and_read, _solve_and_differentiate, parts=1)

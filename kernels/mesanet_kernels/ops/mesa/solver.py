@@ -140,7 +140,7 @@ def normalize(rhs_RK):
     largest_R1 = jnp.max(jnp.abs(rhs_RK), axis=-1, keepdims=True)
     largest_R1 = jnp.where(largest_R1 > 0, largest_R1, 1)
     scaled_RK = rhs_RK / largest_R1
-    norm_R1 = jnp.sqrt(_squared_norm(scaled_RK))[..., None]
+    norm_R1 = jnp.sqrt(jnp.sum(scaled_RK * scaled_RK, axis=-1, keepdims=True))
     norm_R1 = jnp.where(norm_R1 > 0, norm_R1, 1)
     return scaled_RK / norm_R1, largest_R1 * norm_R1
 

@@ -51,4 +51,4 @@ def mean_inverse(chunked):
     return chunks.product("nbhmk,nbhml->nbhkl", half_NBHKK, half_NBHKK, dtype)
 
 
-mesa = partial(chunked_lib.mesa, chunked_lib.Backend(solve))
+mesa = partial(chunked_lib.mesa, solve)
