@@ -155,6 +155,7 @@ def test_signals_and_resuming(runs, whole):
     assert_same_run(runs, name, whole)
 
 
+@pytest.mark.slow
 def test_killed_while_saving(runs, whole):
     """A checkpoint each step, so that SIGKILL finds one half written; what is there afterwards is whole."""
     name, options, chance = "killed", {"checkpoint.every": 1}, random.Random(0)

@@ -58,7 +58,9 @@ def test_solves(keys, interpreted):
     assert np.linalg.norm(x_BTHK - exact_BTHK) < 1e-2 * np.linalg.norm(exact_BTHK)
 
 
-@pytest.mark.parametrize("how, value_size", [(True, 128), (STRICT, 64)], ids=["lenient", "strict"])
+@pytest.mark.parametrize(
+    "how, value_size", [pytest.param(True, 128, marks=pytest.mark.slow), (STRICT, 64)], ids=["lenient", "strict"]
+)
 def test_outputs_and_gradients(monkeypatch, how, value_size):
     """Two chunks, the last ragged; a document starts in the first, one with the second."""
     interpret(monkeypatch, how)
