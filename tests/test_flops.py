@@ -78,7 +78,8 @@ def unrolled(monkeypatch):
         monkeypatch.setattr(jax.lax, loop, partial(getattr(jax.lax, loop), unroll=True))
 
 
-OF_OTHERS = ("hawk_mesa", "gated_deltanet", "mamba2")  # which have what others have: here in all tests, not the quick ones
+# They have what others have: here in all tests, not the quick ones.
+OF_OTHERS = ("hawk_mesa", "gated_deltanet", "mamba2")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in OF_OTHERS)) for case in CASES])
