@@ -40,6 +40,7 @@ class LanguageModel(Stack):
         "reset_at_documents": Field(True, "no state, tap or attention crosses a document; the paper lets them cross", fixed=True),
         "compute_dtype": Field("bfloat16", "dtype of activations; parameters are float32", choices=("bfloat16", "float32")),
         "remat": Field("mixer", "what the backward pass recomputes", choices=("none", "matmuls", "mixer", "full")),
+        "scan_layers": Field(True, "layers in a loop; without one a step is faster, and its compilation longer with each layer"),
     }  # fmt: skip
 
     @staticmethod
@@ -65,7 +66,7 @@ class LanguageModel(Stack):
         """The embedding, the head, and what the calls below read of the config."""
         self.vocab_size = model.vocab_size
         padded = -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
-        self.softcap, self.remat = model.logit_softcap, model.remat
+        self.softcap, self.remat, self.looped = model.logit_softcap, model.remat, model.scan_layers
         self.resets, self.dtype = model.reset_at_documents, jnp.dtype(model.compute_dtype)
         table = lambda init: param(rngs, init, (padded, model.dim), ("vocab", "embed"))
         self.embedding = table(embedding_init)
@@ -88,7 +89,8 @@ class LanguageModel(Stack):
         if not self.resets:
             segment_ids_BT = jnp.zeros_like(segment_ids_BT)
         x_BTD = constrain(constrain(self._embed(tokens_BT), LOOKED_UP), ACTIVATION)
-        return self.scan(lambda group, x_BTD, _: call(group, x_BTD, segment_ids_BT), x_BTD, policy=self.remat)
+        run = lambda group, x_BTD, _: call(group, x_BTD, segment_ids_BT)
+        return self.scan(run, x_BTD, policy=self.remat, looped=self.looped)
 
     def observe(self, batch):
         """What the mixers tell about their work on a batch: name -> {layer: array}."""

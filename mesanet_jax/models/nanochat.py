@@ -152,7 +152,8 @@ class Nanochat(LanguageModel):
         is_middle_L = jnp.arange(self.layers) == self.layers // 2
         of_layers = stack.by_group((scales.of_layers(), is_middle_L))
         carry = (x0_BTD, None if self.backout is None else x0_BTD)
-        (x_BTD, middle_BTD), caches = stack.scan(call, carry, tuple(zip(of_layers, caches)), policy=self.remat)
+        given = tuple(zip(of_layers, caches))
+        (x_BTD, middle_BTD), caches = stack.scan(call, carry, given, policy=self.remat, looped=self.looped)
         if middle_BTD is not None:
             x_BTD = (x_BTD - self.backout[...] * middle_BTD).astype(self.dtype)
         return rms_normalize(x_BTD, self.eps), caches

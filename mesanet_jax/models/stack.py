@@ -1,6 +1,6 @@
 """Blocks in depth: whole periods of a pattern, stacked and scanned over, and the beginning of another at the end.
 
-Compile time then does not grow with depth. What belongs to single layers (states, scalars) travels as a pair: of the
+Compile time then need not grow with depth. What belongs to single layers (states, scalars) travels as a pair: of the
 groups, every leaf with a leading axis over them, and of the tail.
 
 L layers, P blocks of a period.
@@ -26,12 +26,14 @@ class Stack(nnx.Module):
         self.groups = stack(lambda rngs: Group(makers, rngs=rngs), count, rngs=rngs)
         self.tail = Group(makers[:rest], rngs=rngs) if rest else None
 
-    def scan(self, call: Callable, x, per_group=(None, None), *, policy: str = "none"):
+    def scan(self, call: Callable, x, per_group=(None, None), *, policy: str = "none", looped: bool = True):
         """x after `x, y = call(group, x, of_group)` of every group in turn, and the pair of y's.
 
         Args:
           per_group: the pair of what each group is given.
           policy: what the backward pass recomputes (`mesanet_jax.models.remat`).
+          looped: whether the program has the groups once, in a loop, or one after the other. Without a loop what is kept
+            for the gradients is not copied to and from arrays of all groups; compilation takes longer.
         """
         of_groups, of_tail = per_group
 
@@ -39,7 +41,8 @@ class Stack(nnx.Module):
             return lambda x, params_and_given: call(nnx.merge(graphdef, params_and_given[0]), x, params_and_given[1])
 
         graphdef, stacked = nnx.split(self.groups)
-        x, y_of_groups = jax.lax.scan(remat(run(graphdef), policy), x, (stacked, of_groups))
+        step = remat(run(graphdef), policy, scanned=looped)
+        x, y_of_groups = jax.lax.scan(step, x, (stacked, of_groups), unroll=not looped)
         if self.tail is None:
             return x, (y_of_groups, None)
         graphdef, params = nnx.split(self.tail)

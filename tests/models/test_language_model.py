@@ -133,6 +133,24 @@ def test_remat_saves_memory_and_changes_nothing(family):
 
 
 @families
+def test_layers_without_a_loop_change_nothing(family):
+    """What a policy keeps and recomputes is the same too."""
+    shape = SHAPE | {"model.layers": 4, "model.remat": "mixer", "model.norm_eps": 1e-3}
+    config = smoke_config(family, shape)
+    params, batch = jax.jit(models.build(config.model).init)(jax.random.key(0)), ragged_batch(config)
+    results, programs = [], []
+    for looped in (True, False):
+        model = models.build(smoke_config(family, shape | {"model.scan_layers": looped}).model)
+        call = jax.jit(jax.value_and_grad(lambda params, batch: jnp.sum(model.loss(params, batch))))
+        results.append(call(params, batch))
+        programs.append(call.lower(params, batch).as_text())
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-6)
+    distances = relative_distances(results[1][1], results[0][1])
+    assert max(distances.values()) < 2e-5, distances
+    assert len(programs[1]) > 1.5 * len(programs[0])  # the layers are there one by one
+
+
+@families
 def test_bfloat16_activations(family):
     config, _, params = built(family)
     model = models.build(smoke_config(family, SHAPE | {"model.compute_dtype": "bfloat16"}).model)

@@ -13,6 +13,7 @@ B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value siz
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -54,9 +55,19 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
     key_blocks = range(size // BLOCK)
 
     def gradients_of_chunk(q, k, intra, leave, memories, dv, dk, dintra, denter, dleave, dcarry, *scratch):
-        q_s, k_s, inner_s, tokens_s, states_s, dstates_s, loaded, tokens_loaded, states_loaded, dstates_loaded = scratch
+        blocks_s, nothing_s, loaded, tokens_loaded, states_loaded, dstates_loaded = scratch
         b, n, h = (lax.axis_index(name) for name in ("row", "chunk", "head"))
         tokens, columns = pl.ds(n * CHUNK, CHUNK), lambda j: pl.ds(BLOCK * j, BLOCK)
+
+        def shared_blocks(nothing):
+            """(queries, keys, weighted scores, tokens of a memory, states, their cotangents), `nothing` being 0."""
+            numbers = itertools.count()
+            block = lambda *_: blocks_s.at[next(numbers) + nothing]
+            some = lambda count: list(map(block, range(count)))
+            q_s, k_s = [some(len(key_blocks)) for _ in q_parts], some(len(key_blocks))
+            return q_s, k_s, block(), some(1 + most_do), some(most_states), some(most_dstates)
+
+        q_s, k_s, inner_s, tokens_s, states_s, dstates_s = shared_blocks(0)
 
         def fetch_tokens(i, d):
             parts = zip((memories[i].v_BTHV, *memories[i].do_parts), tokens_s)
@@ -82,6 +93,7 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
 
         every = zip((*q, k), (*q_s, k_s))
         tiles.fetch([(x.at[b, tokens, h, columns(j)], x_s[j]) for x, x_s in every for j in key_blocks], loaded)
+        nothing_s[0] = 0
         fetch_tokens(0, 0)
         fetch_states(0, 0, 0)
         fetch_dstates(0, 0, 0)
@@ -99,6 +111,9 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
             """Adds to the sums what 64 columns of memory i have to add, and stores dv of these columns."""
             dinner_CC, denter_C, written, carried = sums
             memory = memories[i]
+            # The compiler would else keep the addresses of all blocks from before the loop, in registers it does not have.
+            q_s, k_s, inner_s, tokens_s, states_s, dstates_s = shared_blocks(nothing_s[0])
+            q_of_block = list(zip(*q_s))
             v_s, *do_s = tokens_s[: 1 + len(memory.do_parts)]
             states, dstates = states_s[: len(memory.states_parts)], dstates_s[: len(memory.dstates_parts)]
             read_CD, kept_CD, written, carried = None, None, list(written), list(carried)
@@ -158,9 +173,9 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
 
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     most_do, most_states, most_dstates = (max(map(len, parts)) for parts in list(zip(*memories))[1:])
-    block = tiles.shared(CHUNK, BLOCK, dtype=half)
+    count_of_blocks = (len(q_parts) + 1) * len(key_blocks) + 2 + most_do + most_states + most_dstates
     return Gradients(
-        *plgpu.kernel(
+        *tiles.kernel(
             gradients_of_chunk,
             out_type=(
                 tuple(like(memory.v_BTHV) for memory in memories),
@@ -174,12 +189,8 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
             grid_names=("row", "chunk", "head"),
             # Of mesa's memories 112 KiB: two chunks on an SM.
             scratch_types=[
-                [[block for _ in key_blocks] for _ in q_parts],
-                [block for _ in key_blocks],
-                tiles.shared(CHUNK, CHUNK, dtype=half),
-                [block] * (1 + most_do),
-                [block] * most_states,
-                [block] * most_dstates,
+                tiles.shared(count_of_blocks, CHUNK, BLOCK, dtype=half),
+                plgpu.SMEM((1,), jnp.int32),
                 plgpu.Barrier(num_arrivals=len(key_blocks) * (len(q_parts) + 1)),
                 [plgpu.Barrier(num_arrivals=1 + len(memory.do_parts)) for memory in memories],
                 [plgpu.Barrier(num_arrivals=len(memory.states_parts)) for memory in memories],

@@ -48,7 +48,7 @@ def readout(q_parts, k_BTHK, v_BTHV, intra_NBHCC, enter_NBHC, states_parts, *, t
 
     half = v_BTHV.dtype
     parts = len(q_parts) + len(states_parts)
-    return plgpu.kernel(
+    return tiles.kernel(
         readout_of_chunk,
         out_type=(tuple(jax.ShapeDtypeStruct(v_BTHV.shape, half) for _ in range(results)),),
         grid=(batch, count, heads),

@@ -123,7 +123,7 @@ def _run(k_parts, v_parts, weight_NBHC, carry_NBH, initial_SBHKV, *, backwards, 
         plgpu.wait_smem_to_gmem(0)
 
     states_NBHKV = (count, batch, heads, key_size, value_size)
-    return plgpu.kernel(
+    return tiles.kernel(
         states_of_block,
         out_type=(
             tuple(jax.ShapeDtypeStruct(states_NBHKV, dtype) for dtype in stored),

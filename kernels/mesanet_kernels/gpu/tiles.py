@@ -31,6 +31,16 @@ def lacks(sizes):
     return "" if set(sizes) <= set(SIZES) else f"needs key and value sizes in {SIZES}"
 
 
+def kernel(body, **options):
+    """`plgpu.kernel` that runs once a call.
+
+    Without the barriers XLA (of jaxlib 0.11.2) merges a kernel with the writing of its result among those of all layers, and
+    runs it a second time for whoever else reads the result: a solve, say, that is kept for the gradients.
+    """
+    run = plgpu.kernel(body, **options)
+    return lambda *arrays: jax.tree.map(lax.optimization_barrier, run(*arrays))
+
+
 def shared(*shape, dtype):
     """Matrices in shared memory as the matrix instructions read them: tiles 128 bytes wide, swizzled."""
     tile = (8, 128 // jnp.dtype(dtype).itemsize)
@@ -118,7 +128,8 @@ def transposed(parts):
 
 def total(parts):
     """The sum of parts in shared memory, float32 in registers."""
-    return sum(tile(part) for part in parts)
+    first, *others = map(tile, parts)
+    return sum(others, start=first)
 
 
 def cut(x, count, dtype):

@@ -117,7 +117,7 @@ def _call(kernel, results, *arrays):
 
     count, batch, heads = arrays[0].shape[:3]
     memory = {4: plgpu.SMEM((CHUNK,), jnp.float32), 5: tiles.shared(CHUNK, CHUNK, dtype=jnp.float32)}
-    return plgpu.kernel(
+    return tiles.kernel(
         weights_of_chunk,
         out_type=(tuple(jax.ShapeDtypeStruct((count, batch, heads, *rest), jnp.float32) for rest in results),),
         grid=(count, batch, heads),

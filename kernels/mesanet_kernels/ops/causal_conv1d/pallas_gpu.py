@@ -259,7 +259,7 @@ def _channels_of_a_thread(x):
 
 def _call(kernel, out_type, x_BTD):
     rows, length, channels = x_BTD.shape
-    return plgpu.kernel(
+    return tiles.kernel(
         kernel,
         out_type=out_type,
         grid=(rows, pl.cdiv(length, SPAN), pl.cdiv(channels, _channels_of_a_thread(x_BTD) * THREADS)),

@@ -10,7 +10,7 @@ from mesanet_kernels import checks, sequence
 from mesanet_kernels.ops.linear_scan import pallas_gpu, pallas_tpu, reference, span, xla
 
 KERNELS = {
-    "cuda": (pallas_gpu, pallas_gpu.FORWARD_TURN),
+    "cuda": (pallas_gpu, pallas_gpu.TURN),
     "tpu": (pallas_tpu, pallas_tpu.ROWS),
 }  # and their shortest rows
 
@@ -45,7 +45,7 @@ def linear_scan(x, a, *, segment_ids=None, initial_state=None, implementation=No
       a: [B, T, D], decays between -1 and 1; larger ones grow without bound. Best float32 where x is bfloat16.
       segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
       initial_state: [B, D]; belongs to the first token's document. Default zero.
-      implementation: "reference", "xla", "pallas_gpu" (NVIDIA Hopper, at least 128 channels; float32 sums), "pallas_tpu"
+      implementation: "reference", "xla", "pallas_gpu" (NVIDIA Hopper, at least 128 channels, a multiple of 8; float32 sums), "pallas_tpu"
         (float32 sums), or None for the best that supports the call.
 
     Returns:

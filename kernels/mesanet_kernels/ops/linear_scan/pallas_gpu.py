@@ -1,11 +1,13 @@
 """The linear scan on NVIDIA GPUs: each array is read once and written once, a thread for each channel (Pallas, Mosaic GPU).
 
-The recurrence is bound by the bytes it moves. So inputs are read as they are, a token of a new document is known by a bit
-of its own, and the backward kernel makes both gradients in one pass. A thread has few bytes on their way at a time: it
-reads a turn of tokens before it computes the turn before.
+The recurrence is bound by the bytes it moves, and a row of 1024 channels keeps but eight blocks of threads busy. So the copy
+engine brings tokens to shared memory some turns ahead, a token of a new document is known by a bit of its own, and the
+backward kernel makes both gradients in one pass.
 
 B batch, T time, D channels.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +21,11 @@ from mesanet_kernels.ops.linear_scan.differentiable import starts
 from mesanet_kernels.partition import partitioned
 
 CHANNELS = 128  # of a block, a thread each
-# Tokens read ahead together, by what an H200 took at 16 x 2048 x 1024: forward 0.148 ms with 16 and 0.114 with 32, backward
-# (what both ways take more) 0.179 and 0.361.
-FORWARD_TURN, BACKWARD_TURN = 32, 16
+TURN = 32  # tokens that are copied together: 128 bytes of `starts`, the least
+STAGES = 3  # turns in shared memory: one computed, the others on their way; 72 KiB of x and a, 96 of what goes back
+ALIGNED = 8  # channels: 16 bytes of bfloat16, the least that the copy engine moves
+# A thread reads what the copy engine wrote for it, and turns end at barriers of their own.
+COMPILER = dataclasses.replace(tiles.COMPILER, unsafe_no_auto_barriers=True)
 LANES = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=1)
 
 
@@ -35,8 +39,8 @@ def lacks(x_BTD, a_BTD):
     """What the call needs and the kernel has not, as the end of a sentence; "" where it can do it."""
     if jnp.float64 in (x_BTD.dtype, a_BTD.dtype):
         return "has no float64"
-    if x_BTD.shape[-1] < CHANNELS:
-        return f"needs at least {CHANNELS} channels"
+    if x_BTD.shape[-1] < CHANNELS or x_BTD.shape[-1] % ALIGNED:
+        return f"needs at least {CHANNELS} channels, a multiple of {ALIGNED}"
     return tiles.lacks(())
 
 
@@ -68,71 +72,99 @@ _scan.defvjp(_forward, _backward)
 def _forward_kernel(x_BTD, a_BTD, state_BD, starts_BT):
     length = x_BTD.shape[1]
 
-    def scan(x, a, state, starts, h, final):
+    def scan(x, a, state, starts, h, final, *scratch):
         row, channels = _place(x_BTD.shape[2])
 
-        def read(t):
-            return _load(x.at[row, t, channels]), _decay(a, starts, row, t, channels)
-
-        def compute(t, tokens, h_D):
-            for ahead, (x_D, a_D) in enumerate(tokens):
-                h_D = a_D * h_D + x_D
-                h[row, t + ahead, channels] = h_D.astype(x_BTD.dtype)
+        def compute(t, token, h_D):
+            x_D, a_D, start = token
+            h_D = jnp.where(start != 0, 0.0, a_D) * h_D + x_D
+            h[row, t, channels] = h_D.astype(x_BTD.dtype)
             return h_D
 
-        final[row, channels] = _turns(length, read, compute, _load(state.at[row, channels]), turn=FORWARD_TURN)
+        sources = x.at[row, :, channels], a.at[row, :, channels], starts.at[row]
+        final[row, channels] = _walk(length, sources, scratch, compute, _load(state.at[row, channels]), backwards=False)
 
     out_type = jax.ShapeDtypeStruct(x_BTD.shape, x_BTD.dtype), jax.ShapeDtypeStruct(state_BD.shape, jnp.float32)
-    return _call(scan, out_type, x_BTD)(x_BTD, a_BTD, state_BD, starts_BT)
+    return _call(scan, out_type, x_BTD, a_BTD)(x_BTD, a_BTD, state_BD, _whole_turns(starts_BT))
 
 
 def _backward_kernel(dh_BTD, dfinal_BD, a_BTD, h_BTD, state_BD, starts_BT):
     length = dh_BTD.shape[1]
 
-    def scan_backwards(dh, dfinal, a, h, state, starts, dx, da, dstate):
+    def scan_backwards(dh, dfinal, a, h, state, starts, dx, da, dstate, *scratch):
         row, channels = _place(dh_BTD.shape[2])
 
-        def read(back):
-            """Token t = T - 1 - back, and the state before it, which for the first one is not among h."""
-            t = length - 1 - back
-            before_D = jnp.where(
-                t > 0, _load(h.at[row, jnp.maximum(t - 1, 0), channels]), _load(state.at[row, channels])
-            )
-            goes_on = jnp.where(starts[row, t] != 0, 0.0, 1.0)
-            return _load(dh.at[row, t, channels]), _decay(a, starts, row, t, channels), before_D * goes_on
+        def compute(t, token, carry):
+            """A token's h is the one before of the token after it, whose da it completes."""
+            dh_D, a_D, h_D, start = token
+            from_later_D, reaching_D = carry
+            complete(t + 1, reaching_D, h_D)
+            g_D = dh_D + from_later_D
+            dx[row, t, channels] = g_D.astype(dh_BTD.dtype)
+            a_D = jnp.where(start != 0, 0.0, a_D)
+            return a_D * g_D, jnp.where(start != 0, 0.0, g_D)
 
-        def compute(back, tokens, from_later_D):
-            for ahead, (dh_D, a_D, before_D) in enumerate(tokens):
-                t = length - 1 - back - ahead
-                g_D = dh_D + from_later_D
-                dx[row, t, channels] = g_D.astype(dh_BTD.dtype)
-                da[row, t, channels] = (g_D * before_D).astype(a_BTD.dtype)
-                from_later_D = a_D * g_D
-            return from_later_D
+        def complete(t, reaching_D, before_D):
+            @pl.when(t < length)
+            def _():
+                da[row, t, channels] = (reaching_D * before_D).astype(a_BTD.dtype)
 
-        dstate[row, channels] = _turns(length, read, compute, _load(dfinal.at[row, channels]), turn=BACKWARD_TURN)
+        sources = *(x.at[row, :, channels] for x in (dh, a, h)), starts.at[row]
+        first = _load(dfinal.at[row, channels])
+        from_later_D, reaching_D = _walk(length, sources, scratch, compute, (first, first), backwards=True)
+        complete(0, reaching_D, _load(state.at[row, channels]))
+        dstate[row, channels] = from_later_D
 
     out_type = (
         jax.ShapeDtypeStruct(dh_BTD.shape, dh_BTD.dtype),
         jax.ShapeDtypeStruct(a_BTD.shape, a_BTD.dtype),
         jax.ShapeDtypeStruct(state_BD.shape, jnp.float32),
     )
-    return _call(scan_backwards, out_type, dh_BTD)(dh_BTD, dfinal_BD, a_BTD, h_BTD, state_BD, starts_BT)
+    call = _call(scan_backwards, out_type, dh_BTD, a_BTD, h_BTD)
+    return call(dh_BTD, dfinal_BD, a_BTD, h_BTD, state_BD, _whole_turns(starts_BT))
 
 
-def _turns(length, read, compute, carry, *, turn):
-    """`compute(t, [read(t), ...], carry)` for all t in order, a turn at a time, each read before the one before is computed."""
-    turns, rest = divmod(length, turn)
-    tokens_of = lambda first, count: [read(first + ahead) for ahead in range(count)]
+def _walk(length, sources, scratch, compute, carry, *, backwards):
+    """`compute(t, [number of each source at t], carry)` for all t in order, whole turns of them from shared memory."""
+    *slots, loaded = scratch
+    turns, rest = divmod(length, TURN)
+    order = range(TURN)[::-1] if backwards else range(TURN)
+    first_of = lambda number: TURN * (turns - 1 - number if backwards else number)
 
-    def take_turn(number, state):
-        tokens, carry = state
-        following = tokens_of(jnp.minimum((number + 1) * turn, length - turn), turn)
-        return following, compute(number * turn, tokens, carry)
+    def fetch(number):
+        slot, tokens = lax.rem(number, STAGES), pl.ds(first_of(number), TURN)
+        tiles.fetch([(source.at[tokens], x_s.at[slot]) for source, x_s in zip(sources, slots)], loaded.at[slot])
 
-    if turns:
-        _, carry = lax.fori_loop(0, turns, take_turn, (tokens_of(0, turn), carry))
-    return compute(turns * turn, tokens_of(turns * turn, rest), carry)
+    def read(refs, index):
+        return [_load(ref.at[index]) if len(ref.shape) > 1 else ref[index] for ref in refs]
+
+    def take_rest(done, carry):
+        t = length - 1 - done if backwards else length - rest + done
+        return compute(t, read(sources, t), carry)
+
+    def take_turn(number, carry):
+        slot = lax.rem(number, STAGES)
+        plgpu.barrier_wait(loaded.at[slot])
+        plgpu.commit_smem()  # all warps are past the turn before, whose slot is filled now
+        pl.when(number + STAGES - 1 < turns)(lambda: fetch(number + STAGES - 1))
+        tokens = [
+            read([x_s.at[slot] for x_s in slots], index) for index in order
+        ]  # all, so that none waits for another
+        for index, token in zip(order, tokens):
+            carry = compute(first_of(number) + index, token, carry)
+        return carry
+
+    for number in range(min(STAGES - 1, turns)):
+        fetch(jnp.int32(number))
+    if backwards:
+        carry = lax.fori_loop(0, rest, take_rest, carry)
+    carry = lax.fori_loop(0, turns, take_turn, carry)
+    return carry if backwards else lax.fori_loop(0, rest, take_rest, carry)
+
+
+def _whole_turns(starts_BT):
+    """Rows as long as the copy engine wants them."""
+    return jnp.pad(starts_BT, ((0, 0), (0, -starts_BT.shape[1] % TURN)))
 
 
 def _place(channels):
@@ -141,23 +173,22 @@ def _place(channels):
     return lax.axis_index("row"), pl.ds(first, CHANNELS)
 
 
-def _decay(a, starts, row, t, channels):
-    return _load(a.at[row, t, channels]) * jnp.where(starts[row, t] != 0, 0.0, 1.0)
-
-
 def _load(ref):
     return tiles.untiled(ref, LANES).astype(jnp.float32)
 
 
-def _call(kernel, out_type, like_BTD):
-    rows, _, channels = like_BTD.shape
-    return plgpu.kernel(
+def _call(kernel, out_type, *walked):
+    """The kernel, with room for turns of the arrays that it walks and of the starts."""
+    rows, _, channels = walked[0].shape
+    return tiles.kernel(
         kernel,
         out_type=out_type,
         grid=(rows, -(-channels // CHANNELS)),
         grid_names=("row", "part"),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,  # no thread reads what another wrote
-        ),
+        scratch_types=[
+            *(plgpu.SMEM((STAGES, TURN, CHANNELS), x.dtype) for x in walked),
+            plgpu.SMEM((STAGES, TURN), jnp.int32),
+            plgpu.Barrier(num_arrivals=len(walked) + 1, num_barriers=STAGES),
+        ],
+        compiler_params=COMPILER,
     )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.lax import optimization_barrier as barrier
 
 from mesanet_kernels import chunks
 from mesanet_kernels.checks import require
@@ -119,8 +120,9 @@ def scaled(k_BTHK, leave_NBHC, carry_NBH, h_kk_BHKK):
     """
     largest_BTH = jnp.max(jnp.square(k_BTHK.astype(jnp.float32)), axis=-1)
     written_NBH = jnp.sum(leave_NBHC * chunks.split(largest_BTH, CHUNK), axis=-1)
-    # Without the barrier the compiler evaluates the maximum of the usual first state, zeros, itself: for seconds.
-    first_BH = jnp.max(jnp.abs(jax.lax.optimization_barrier(h_kk_BHKK)), axis=(-2, -1))
+    # Without the first barrier the compiler evaluates the maximum of the usual first state, zeros, itself: for seconds;
+    # without the second it lets one thread look for the maximum of a head, where there are few.
+    first_BH = barrier(jnp.max(jnp.abs(barrier(h_kk_BHKK)), axis=(-2, -1)))
     bound_NBH = jnp.cumsum(jnp.concatenate([first_BH[None], written_NBH]), axis=0)
     size_NBH = jnp.maximum(bound_NBH / LARGEST_STATE, 1.0)
     entering_NBH, leaving_NBH = size_NBH[:-1], size_NBH[1:]

@@ -97,7 +97,7 @@ def solve(rhs_parts, k_BTHK, parts_NBHKK, diagonal_NBHK, intra_NBHCC, enter_NBHC
         plgpu.wait_smem_to_gmem(0)
 
     rows = lambda dtype: [tiles.shared(CHUNK, BLOCK, dtype=dtype) for _ in blocks]
-    return plgpu.kernel(
+    return tiles.kernel(
         solve_chunk,
         out_type=(
             (jax.ShapeDtypeStruct(k_BTHK.shape, half),) * RESULTS,
@@ -170,7 +170,7 @@ class Operator(NamedTuple):
             overlaps.add(*scores)
             images[0].add(*of_state[0])
             overlaps_CC = overlaps.value(running=len(of_state[0]))
-            weighted_CC = (overlaps_CC * tiles.tile(self.intra_s)).astype(HALF)
+            weighted_CC = overlaps_CC.astype(HALF) * plgpu.load(self.intra_s, layout=ROWS)
             for image, following, factors in zip(images, images[1:], of_state[1:]):
                 following.add(*factors)
             for j, image in enumerate(images):
@@ -188,24 +188,26 @@ class Operator(NamedTuple):
 
 
 def iterate(operator, unit, x, x_s, *, max_iters, tol):
-    """Conjugate gradients on a chunk's rows, from x; the solution is left in x_s, float32.
+    """Conjugate gradients on a chunk's rows, from x cut to float16; the solution is left in x_s, float32.
 
-    Residuals and directions are kept in units of the residual's norm, so that float16 holds a direction as it is.
+    Residuals and directions are kept in units of the residual's norm. A direction is float16, for its image and for the
+    solution alike: rounding turns it a little, and the residual stays the solution's. In float32 registers could not hold
+    it, and what they cannot hold goes to the L2 cache and back in every step, since shared memory leaves the L1 none.
     unit: gives the right-hand sides, rows of unit size, when they are needed. All are lists of blocks of columns.
     Returns the steps of each row, int32 [C].
     """
     blocks = range(len(x))
     per_row = lambda x_C: tiles.per_row(x_C, BLOCK)
 
-    # The residual of the starting point, whose rows are scaled to unit size and cut in two float16 parts.
+    def image(p):
+        return [a + operator.lam(j) * p_CD.astype(jnp.float32) for j, a, p_CD in zip(blocks, operator.image(p), p)]
+
     scale_C = jnp.maximum(_largest_of_rows(x), ROUNDING**4)
     inverse, scale = per_row(1 / scale_C), per_row(scale_C)
-    high = [tiles.leading_bits(x_CD * inverse, dropped=HALF_BITS) for x_CD in x]
-    low = [(x_CD * inverse - high_CD) * 2.0**HALF_BITS for x_CD, high_CD in zip(x, high)]
-    images = zip(operator.image(high), operator.image(low))
-    images = [scale * (a + b * 2.0**-HALF_BITS) for a, b in images]
-    residual = [b - a - operator.lam(j) * x_CD for j, b, a, x_CD in zip(blocks, unit(), images, x)]
-    tiles.store(x, x_s)  # the least used of the iterates: registers hold the others
+    start = [tiles.leading_bits(x_CD * inverse, dropped=HALF_BITS) for x_CD in x]
+    residual = [b - scale * a for b, a in zip(unit(), image(start))]
+    plgpu.commit_smem()  # all warps are past the right-hand sides, whose memory x has
+    tiles.store([scale * x_CD for x_CD in start], x_s)
     delta_C = _sum_of_rows([r * r for r in residual])
     size_C, inverse = jnp.sqrt(delta_C), per_row(_inverse_root(delta_C))
     residual = [r * inverse for r in residual]
@@ -214,22 +216,23 @@ def iterate(operator, unit, x, x_s, *, max_iters, tol):
     def advance(state):
         step, residual, direction, size_C, iterations_C = state
         active_C = size_C > rest_C
-        image = [a + operator.lam(j) * p for j, a, p in zip(blocks, operator.image(direction), direction)]
-        curvature_C = _sum_of_rows([p * a for p, a in zip(direction, image)])
+        images = image(direction)
+        curvature_C = _sum_of_rows([p.astype(jnp.float32) * a for p, a in zip(direction, images)])
         length_C = divide(1.0, curvature_C, active_C)
         length, moved = per_row(length_C), per_row(length_C * size_C)
-        residual = [r - length * a for r, a in zip(residual, image)]
-        for j, p in enumerate(direction):
-            x_s[j][...] = tiles.untiled(x_s[j]) + moved * p
+        residual = [r - length * a for r, a in zip(residual, images)]
         delta_C = jnp.where(active_C, _sum_of_rows([r * r for r in residual]), 1.0)
         change_C = jnp.sqrt(delta_C)
         inverse, momentum = per_row(_inverse_root(delta_C)), per_row(jnp.where(active_C, change_C, 0.0))
         residual = [inverse * r for r in residual]
-        direction = [r + momentum * p for r, p in zip(residual, direction)]
+        direction = [p.astype(jnp.float32) for p in direction]
+        for j, p in enumerate(direction):
+            x_s[j][...] = tiles.untiled(x_s[j]) + moved * p
+        direction = [(r + momentum * p).astype(HALF) for r, p in zip(residual, direction)]
         return step + 1, residual, direction, size_C * change_C, iterations_C + jnp.where(active_C, 1, 0)
 
     none_C = plgpu.layout_cast(jnp.zeros(size_C.shape, jnp.int32), ROWS.reduce(1))
-    state = (jnp.int32(0), residual, residual, size_C, none_C)
+    state = (jnp.int32(0), residual, [r.astype(HALF) for r in residual], size_C, none_C)
     unfinished = lambda state: (state[0] < max_iters) & (jnp.max(state[3] - rest_C) > 0)
     *_, iterations_C = lax.while_loop(unfinished, advance, state)
     return iterations_C
