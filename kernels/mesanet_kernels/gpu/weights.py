@@ -15,6 +15,8 @@ that came before it, which is all that the kernels know of documents.
 B batch, T time, N chunks, C tokens of a chunk, H heads.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -30,10 +32,21 @@ PARTS = 3  # of 8 bits each: all of a float32
 
 def chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT):
     """The `ChunkWeights` of a sequence, float32, in chunks of 64."""
+    return chunks.ChunkWeights(*_weights(*_of_chunks(log_decay_BTH, beta_BTH, segment_ids_BT)))
+
+
+def gates_cotangents(log_decay_BTH, beta_BTH, segment_ids_BT, weights, cotangents):
+    """Those of log_decay and beta, given the `chunk_weights` that these make and their cotangents."""
+    arrays, cotangents_of = jax.vjp(partial(_of_chunks, segment_ids_BT=segment_ids_BT), log_decay_BTH, beta_BTH)
+    return cotangents_of(tuple(_gradients((*arrays, weights.enter_NBHC), cotangents)))
+
+
+def _of_chunks(log_decay_BTH, beta_BTH, segment_ids_BT):
+    """Both as [N,B,H,C]; the first token of a document decays all that came before it."""
     begins_BT1 = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])[..., None] != 0
     floor = chunks.LOG_DECAY_FLOOR  # its exponential is 0
     log_decay_BTH = jnp.where(begins_BT1, floor, jnp.maximum(log_decay_BTH, floor))
-    return chunks.ChunkWeights(*_weights(*(chunks.split(x_BTH, CHUNK) for x_BTH in (log_decay_BTH, beta_BTH))))
+    return tuple(chunks.split(x_BTH, CHUNK) for x_BTH in (log_decay_BTH, beta_BTH))
 
 
 @jax.custom_vjp

@@ -16,16 +16,17 @@ AXES = ("BTHK", "BTHK", "BTHV", "BTH", "BTH", "HK", "BHKK", "BHKV", "BT")
 
 
 class Kernels(NamedTuple):
-    """Functions of `options` and arrays; a solution q* is the sum of `parts` arrays [B,T,H,K].
+    """Functions of `options` and arrays.
 
-    read: (q, k, v, log_decay, beta, lam, h_kk, h_kv, segment_ids) -> (o, final h_kk and h_kv, iterations [B,T,H], *parts).
-    differentiate: (k, v, ..., segment_ids, *parts, do, dh_kk, dh_kv) -> gradients of q, k, v, log_decay, beta, of lam for
+    read: (q, k, v, log_decay, beta, lam, h_kk, h_kv, segment_ids) -> (o, final h_kk and h_kv, iterations [B,T,H], *kept).
+    differentiate: (k, v, ..., segment_ids, *kept, do, dh_kk, dh_kv) -> gradients of q, k, v, log_decay, beta, of lam for
       each row of the batch [B,H,K], of h_kk and h_kv.
+    kept: a letter for each dimension of the arrays that are kept between them.
     """
 
     read: Callable
     differentiate: Callable
-    parts: int
+    kept: tuple[str, ...]
 
 
 def mesa(kernels, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
@@ -41,22 +42,22 @@ def _mesa(kernels, options, *arrays):
 
 
 def _forward(kernels, options, *arrays):
-    results = ("BTHV", "BHKK", "BHKV", "BTH", *["BTHK"] * kernels.parts)
-    o_BTHV, h_kk_BHKK, h_kv_BHKV, iterations_BTH, *solution = partitioned(
+    results = ("BTHV", "BHKK", "BHKV", "BTH", *kernels.kept)
+    o_BTHV, h_kk_BHKK, h_kv_BHKV, iterations_BTH, *kept = partitioned(
         partial(kernels.read, options), arrays, axes=AXES, results=results
     )
     if options.tol == 0:  # rows that rest at rounding error have had all their steps
         iterations_BTH = jnp.full_like(iterations_BTH, options.max_iters)
-    return (o_BTHV, h_kk_BHKK, h_kv_BHKV, iterations_BTH), (arrays[1:], solution)
+    return (o_BTHV, h_kk_BHKK, h_kv_BHKV, iterations_BTH), (arrays[1:], kept)
 
 
 def _backward(kernels, options, saved, cotangents):
-    inputs, solution = saved
+    inputs, kept = saved
     do_BTHV, dh_kk_BHKK, dh_kv_BHKV, _ = cotangents
     dq, dk, dv, dlog_decay, dbeta, dlam, *dstate = partitioned(
         partial(kernels.differentiate, options),
-        (*inputs, *solution, do_BTHV, dh_kk_BHKK, dh_kv_BHKV),
-        axes=(*AXES[1:], *["BTHK"] * kernels.parts, "BTHV", "BHKK", "BHKV"),
+        (*inputs, *kept, do_BTHV, dh_kk_BHKK, dh_kv_BHKV),
+        axes=(*AXES[1:], *kernels.kept, "BTHV", "BHKK", "BHKV"),
         results=(*AXES[:5], "BHK", *AXES[6:8]),
     )
     return dq, dk, dv, dlog_decay, dbeta, jnp.sum(dlam, axis=0), *dstate, None

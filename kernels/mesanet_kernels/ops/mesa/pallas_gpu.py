@@ -21,7 +21,7 @@ from mesanet_kernels.gpu import recurrence, tiles
 from mesanet_kernels.gpu.gradients import Memory, gradients
 from mesanet_kernels.gpu.readout import readout
 from mesanet_kernels.gpu.states import states
-from mesanet_kernels.gpu.weights import chunk_weights
+from mesanet_kernels.gpu.weights import chunk_weights, gates_cotangents
 from mesanet_kernels.ops.mesa import differentiable, solve_gpu
 
 CHUNK = tiles.CHUNK
@@ -53,6 +53,20 @@ class Systems(NamedTuple):
     enter_NBHC: jax.Array  # times that size
 
 
+class Kept(NamedTuple):
+    """What the gradients need again, of whole chunks."""
+
+    x_parts: tuple[jax.Array, jax.Array]  # the solution, [B,T,H,K]
+    g_parts: tuple[jax.Array, jax.Array]  # [N,B,H,K,V]
+    systems: Systems
+    weights: chunks.ChunkWeights
+
+
+KEPT = Kept(
+    ("BTHK",) * 2, ("NBHKV",) * 2, Systems(("NBHKK",) * 2, "NBHK", "NBHC"), chunks.ChunkWeights("NBHCC", "NBHC")
+)
+
+
 def _solve_and_read(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, h_kk, h_kv, segment_ids_BT):
     length = q_BTHK.shape[1]
     q_BTHK, k_BTHK, v_BTHV = (chunks.pad_time(x, chunk=CHUNK) for x in (q_BTHK, k_BTHK, v_BTHV))
@@ -62,36 +76,32 @@ def _solve_and_read(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, la
     x_parts, iterations_NBHC = solve(options, systems, (q_BTHK,), k_BTHK, weights, lam_HK)
     # Named so that a rematerialisation policy can keep the one value that is expensive to recompute; what follows reads
     # the named one, or it would be recomputed for that.
-    x_parts = [checkpoint_name(part, "mesa_q_star") for part in x_parts]
+    x_parts = tuple(checkpoint_name(part, "mesa_q_star") for part in x_parts)
     (o_BTHV,) = readout(x_parts, k_BTHK, v_BTHV, *weights, g_parts)
     iterations_BTH = chunks.join(iterations_NBHC, length)
-    return o_BTHV[:, :length], final_h_kk, final_h_kv, iterations_BTH, *(x[:, :length] for x in x_parts)
+    kept = jax.tree.leaves(Kept(x_parts, g_parts, systems, weights))
+    return o_BTHV[:, :length], final_h_kk, final_h_kv, iterations_BTH, *kept
 
 
 def _solve_and_differentiate(options, *arrays):
     """mesanet.md 1.6, as `chunked._backward`; its dlambda for each row of the batch, [B,H,K]."""
-    k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, h_kk, h_kv, segment_ids_BT, *x_parts, do_BTHV, dh_kk, dh_kv = (
-        arrays
-    )
+    k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, h_kk, h_kv, segment_ids_BT, *kept, do_BTHV, dh_kk, dh_kv = arrays
+    x_parts, g_parts, systems, weights = jax.tree.unflatten(jax.tree.structure(KEPT), kept)
     length = k_BTHK.shape[1]
-    k_BTHK, v_BTHV, do_BTHV, *x_parts = (chunks.pad_time(x, chunk=CHUNK) for x in (k_BTHK, v_BTHV, do_BTHV, *x_parts))
-    weigh = partial(chunk_weights, segment_ids_BT=segment_ids_BT)
-    weights, gates_gradients = jax.vjp(weigh, log_decay_BTH, beta_BTH)
+    k_BTHK, v_BTHV, do_BTHV = (chunks.pad_time(x, chunk=CHUNK) for x in (k_BTHK, v_BTHV, do_BTHV))
 
-    g_parts, _ = recurrence.entering(k_BTHK, v_BTHV, weights, h_kv, stored=TWO)
     # Of -dq*, since it is -e* that the second memory takes.
     minus_dx_parts = readout((do_BTHV,), v_BTHV, k_BTHK, *weights, g_parts, transposed=True, results=2, scale=-1.0)
-    systems, _ = systems_of(k_BTHK, weights, h_kk)
     minus_e_parts, _ = solve(options, systems, minus_dx_parts, k_BTHK, weights, lam_HK)
 
     # The gradients of sum(do . G q*) - sum(e* . H q*) at fixed q*: of two memories with the same keys.
-    x_parts = tuple(x_parts)
     h_parts, _ = recurrence.entering(k_BTHK, k_BTHK, weights, h_kk.mT, factors=2, stored=TWO)
     dg_parts, dh_kv = recurrence.leaving_cotangents(x_parts, (do_BTHV,), weights, dh_kv, stored=TWO)
     dh_parts, dh_kk = recurrence.leaving_cotangents(x_parts, minus_e_parts, weights, dh_kk.mT, factors=2, stored=TWO)
     memories = Memory(v_BTHV, (do_BTHV,), g_parts, dg_parts), Memory(k_BTHK, minus_e_parts, h_parts, dh_parts)
     found = gradients(x_parts, k_BTHK, weights.intra_NBHCC, weights.intra_NBHCC[..., -1, :], memories)
-    dlog_decay_BTH, dbeta_BTH = gates_gradients(recurrence.weight_cotangents(found))
+    dweights = recurrence.weight_cotangents(found)
+    dlog_decay_BTH, dbeta_BTH = gates_cotangents(log_decay_BTH, beta_BTH, segment_ids_BT, weights, dweights)
     dv_BTHV, dk_as_value_BTHK = found.dv_BTHV
     dk_BTHK = (found.dk_BTHK.astype(jnp.float32) + dk_as_value_BTHK).astype(k_BTHK.dtype)
     dlam_BHK = jnp.sum(_total(x_parts) * _total(minus_e_parts), axis=1)
@@ -145,4 +155,4 @@ def solve(options, systems, rhs_parts, k_BTHK, weights, lam_HK):
     )
 
 
-KERNELS = differentiable.Kernels(_solve_and_read, _solve_and_differentiate, parts=solve_gpu.RESULTS)
+KERNELS = differentiable.Kernels(_solve_and_read, _solve_and_differentiate, tuple(jax.tree.leaves(KEPT)))

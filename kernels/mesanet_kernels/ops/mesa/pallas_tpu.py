@@ -86,4 +86,4 @@ def _solve(options, *arrays):
     return solve_tpu.solve(*arrays, max_iters=options.max_iters, tol=options.tol)
 
 
-KERNELS = differentiable.Kernels(_solve_and_read, _solve_and_differentiate, parts=1)
+KERNELS = differentiable.Kernels(_solve_and_read, _solve_and_differentiate, kept=("BTHK",))
