@@ -29,7 +29,16 @@ SHORTEST = 8  # chunks of a segment
 
 
 def states(
-    k_parts, v_parts, weight_NBHC, carry_NBH, initial_BHKV, *, backwards=False, factors=1, stored=(jnp.bfloat16,)
+    k_parts,
+    v_parts,
+    weight_NBHC,
+    carry_NBH,
+    initial_BHKV,
+    *,
+    backwards=False,
+    factors=1,
+    stored=(jnp.bfloat16,),
+    symmetric=False,
 ):
     """All S_n and the last one.
 
@@ -38,19 +47,32 @@ def states(
       factors: the parts in which the weighted values are multiplied: 8 bits of them each.
       stored: the dtypes of the parts that sum to S_n. float16 gives 11 bits each, of numbers that are the caller's to
         keep within its range.
+      symmetric: S is, and no one reads the blocks below the diagonal, which are left as the memory was; the last state is
+        whole.
 
     Returns:
       (a tuple of [N,B,H,K,V], one a part; the last state [B,H,K,V] float32).
     """
     count, batch, heads, _ = weight_NBHC.shape
-    segments = _segments(count, batch * heads * (initial_BHKV.shape[2] // BLOCK) * (initial_BHKV.shape[3] // BLOCK))
-    run = functools.partial(_run, k_parts, v_parts, weight_NBHC, carry_NBH, backwards=backwards, factors=factors)
+    rows, columns = (range(size // BLOCK) for size in initial_BHKV.shape[2:])
+    blocks = [(i, j) for i in rows for j in columns if i <= j or not symmetric]
+    segments = _segments(count, batch * heads * len(blocks))
+    run = functools.partial(
+        _run, k_parts, v_parts, weight_NBHC, carry_NBH, blocks, backwards=backwards, factors=factors
+    )
     initial_SBHKV = initial_BHKV[None]
     if segments > 1:
         _, added_SBHKV = run(jnp.zeros((segments, *initial_BHKV.shape), jnp.float32), stored=())
         initial_SBHKV = _entering(added_SBHKV, carry_NBH, initial_BHKV, backwards)
     parts_NBHKV, final_SBHKV = run(initial_SBHKV, stored=stored)
-    return parts_NBHKV, final_SBHKV[0 if backwards else -1]
+    final_BHKV = final_SBHKV[0 if backwards else -1]
+    return parts_NBHKV, _mirrored(final_BHKV) if symmetric else final_BHKV
+
+
+def _mirrored(state_BHKK):
+    """With the blocks above the diagonal below it too."""
+    block_K = jnp.arange(state_BHKK.shape[-1]) // BLOCK
+    return jnp.where(block_K[:, None] <= block_K, state_BHKK, state_BHKK.mT)
 
 
 def _segments(count, programs):
@@ -72,17 +94,16 @@ def _entering(added_SBHKV, carry_NBH, initial_BHKV, backwards):
     return jnp.stack(states)
 
 
-def _run(k_parts, v_parts, weight_NBHC, carry_NBH, initial_SBHKV, *, backwards, factors, stored):
+def _run(k_parts, v_parts, weight_NBHC, carry_NBH, blocks, initial_SBHKV, *, backwards, factors, stored):
     """`states` in segments, given the state that enters each: its last one too."""
     count, batch, heads, _ = weight_NBHC.shape
     segments, *_, key_size, value_size = initial_SBHKV.shape
     half, steps = k_parts[0].dtype, count // segments
 
-    def states_of_block(k, v, weight, carry, initial, states, final, k_s, v_s, weight_s, weighted_s, state_s, loaded):
+    def states_of_block(k, v, weight, carry, initial, states, final, k_s, v_s, weight_s, more_s, state_s, loaded):
         b, h, block, segment = (lax.axis_index(name) for name in ("row", "head", "block", "segment"))
-        keys, values = (
-            pl.ds(i * BLOCK, BLOCK) for i in (block // (value_size // BLOCK), block % (value_size // BLOCK))
-        )
+        place = [sum(jnp.where(block == n, at[axis], 0) for n, at in enumerate(blocks)) for axis in (0, 1)]
+        keys, values = (pl.ds(i * BLOCK, BLOCK) for i in place)
         chunk_of = lambda step: segment * steps + (steps - 1 - step if backwards else step)
 
         def fetch_chunk(step):
@@ -103,7 +124,9 @@ def _run(k_parts, v_parts, weight_NBHC, carry_NBH, initial_SBHKV, *, backwards, 
                 tiles.store(tiles.cut(state_DD, len(stored), stored[0]), state_s)
             plgpu.barrier_wait(loaded.at[slot])
             weight_CD = tiles.per_row(tiles.untiled(weight_s.at[slot], tiles.ROWS.reduce(1)), BLOCK)
-            weighted_CD = weight_CD * tiles.total([x.at[slot] for x in v_s])
+            values_s = [x.at[slot] for x in v_s]
+            weighted_CD = weight_CD * tiles.total(values_s)
+            weighted_s = [*values_s, *more_s][:factors]  # in the values' place: programs need little memory to run at once
             tiles.store(tiles.cut(weighted_CD, factors, half), weighted_s)
             plgpu.commit_smem()
             for source, target in zip(state_s, states):
@@ -129,13 +152,13 @@ def _run(k_parts, v_parts, weight_NBHC, carry_NBH, initial_SBHKV, *, backwards, 
             tuple(jax.ShapeDtypeStruct(states_NBHKV, dtype) for dtype in stored),
             jax.ShapeDtypeStruct(initial_SBHKV.shape, jnp.float32),
         ),
-        grid=(batch, heads, (key_size // BLOCK) * (value_size // BLOCK), segments),
+        grid=(batch, heads, len(blocks), segments),
         grid_names=("row", "head", "block", "segment"),
         scratch_types=[
             [tiles.shared(STAGES, CHUNK, BLOCK, dtype=half) for _ in k_parts],
             [tiles.shared(STAGES, CHUNK, BLOCK, dtype=half) for _ in v_parts],
             plgpu.SMEM((STAGES, CHUNK), jnp.float32),
-            [tiles.shared(CHUNK, BLOCK, dtype=half) for _ in range(factors)],
+            [tiles.shared(CHUNK, BLOCK, dtype=half) for _ in range(factors - len(v_parts))],
             [tiles.shared(BLOCK, BLOCK, dtype=dtype) for dtype in stored],
             plgpu.Barrier(num_arrivals=len(k_parts) + len(v_parts) + 1, num_barriers=STAGES),
         ],

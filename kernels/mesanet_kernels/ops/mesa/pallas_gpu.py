@@ -7,7 +7,6 @@ state makes large again (at 300 equal keys, single parts leave no correct digit 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -117,7 +116,9 @@ def systems_of(k_BTHK, weights, h_kk_BHKK):
     """The `Systems` of a sequence and its final h_kk, from keys in whole chunks."""
     leave_NBHC, carry_NBH = weights.intra_NBHCC[..., -1, :], weights.enter_NBHC[..., -1]
     *scaled_inputs, size_NBH = scaled(k_BTHK, leave_NBHC, carry_NBH, h_kk_BHKK)
-    parts_NBHKK, final_BHKK = states((k_BTHK,), (k_BTHK,), *scaled_inputs, factors=3, stored=(jnp.float16,) * 2)
+    parts_NBHKK, final_BHKK = states(
+        (k_BTHK,), (k_BTHK,), *scaled_inputs, factors=3, stored=(jnp.float16,) * 2, symmetric=True
+    )
     diagonal_NBHK = jnp.diagonal(parts_NBHKK[0], axis1=-2, axis2=-1).astype(jnp.float32)
     systems = Systems(parts_NBHKK, diagonal_NBHK, weights.enter_NBHC * size_NBH[:-1, ..., None])
     return systems, final_BHKK * size_NBH[-1, ..., None, None]
