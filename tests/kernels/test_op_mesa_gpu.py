@@ -179,6 +179,22 @@ def test_solves_on_a_gpu(keys, size):
 
 
 @pytest.mark.gpu
+def test_a_solution_that_all_layers_keep_is_computed_once_on_a_gpu():
+    """As in the test above, though the compiler may repeat a kernel whose result two others read (`tiles.kernel`)."""
+    inputs = rounded(example("mesa", dict(B=1, T=128, H=2, K=64, V=64)))
+    x = {name: jnp.asarray(value, jnp.bfloat16 if name in "qkv" else None) for name, value in inputs.items()}
+
+    def layer(v, _):
+        return v + mesa(x | {"q": v, "v": v}, implementation="pallas_gpu")[0], None
+
+    keep = jax.checkpoint_policies.save_only_these_names("mesa_q_star")
+    layers = lambda v: jnp.sum(jax.lax.scan(jax.checkpoint(layer, policy=keep), v, length=3)[0] ** 2)
+    program = jax.jit(jax.grad(layers)).lower(x["v"]).compile().as_text()
+    calls = [line for line in program.splitlines() if "custom-call(" in line and "solve_chunk" in line]
+    assert len(calls) == 2, calls  # once a pass
+
+
+@pytest.mark.gpu
 def test_the_default_is_the_kernel_on_a_gpu():
     inputs = rounded(example("mesa", dict(B=1, T=128, H=2, K=64, V=64)))
     run = lambda name: evaluator(partial(mesa, implementation=name), dtype=jnp.bfloat16)(inputs)

@@ -141,6 +141,7 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
                 ((CHUNK, CHUNK), dinner_CC, tiles.crossed(do_s, tiles.transposed([v_s]))),
                 (BLOCKS, per_token * kept_CD, tiles.crossed(tiles.transposed([inner_s]), do_s)),
             )
+            plgpu.commit_smem()
             v_s[...] = dv_CD.astype(half)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(v_s, dv[i].at[b, tokens, h, columns(d)])

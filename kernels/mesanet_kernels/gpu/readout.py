@@ -39,6 +39,7 @@ def readout(q_parts, k_BTHK, v_BTHV, intra_NBHCC, enter_NBHC, states_parts, *, t
         states_KV = tiles.transposed(state_s) if transposed else state_s
         before_CV = tiles.product((CHUNK, value_size), *tiles.crossed(q_s, states_KV))
         o_CV = inside_CV + tiles.per_row(tiles.untiled(enter_s, tiles.ROWS.reduce(1)), value_size) * before_CV
+        plgpu.commit_smem()  # all warps are past the values
         o_s = (v_s, *more_s)
         tiles.store(tiles.cut(scale * o_CV, results, v_s.dtype), o_s)
         plgpu.commit_smem()

@@ -19,8 +19,13 @@ SIZES = (64, 128)  # of keys and values
 ROWS = plgpu.Layout.WGMMA  # of a matrix in registers
 DROPPED = {jnp.dtype(jnp.float16): 13, jnp.dtype(jnp.bfloat16): 16}  # the mantissa bits that float32 has more
 # The default semantics infer the layouts of such kernels for minutes. Sums over a row stay within a warp: no scratch.
+# Kernels say themselves where warps wait for each other (`commit_smem`): before the copy engine or the matrix unit reads what
+# they have written, and before memory is written that another warp may still read.
 COMPILER = plgpu.CompilerParams(
-    approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Lane
+    approx_math=True,
+    reduction_scratch_bytes=0,
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+    unsafe_no_auto_barriers=True,
 )
 
 

@@ -7,8 +7,6 @@ backward kernel makes both gradients in one pass.
 B batch, T time, D channels.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,8 +22,6 @@ CHANNELS = 128  # of a block, a thread each
 TURN = 32  # tokens that are copied together: 128 bytes of `starts`, the least
 STAGES = 3  # turns in shared memory: one computed, the others on their way; 72 KiB of x and a, 96 of what goes back
 ALIGNED = 8  # channels: 16 bytes of bfloat16, the least that the copy engine moves
-# A thread reads what the copy engine wrote for it, and turns end at barriers of their own.
-COMPILER = dataclasses.replace(tiles.COMPILER, unsafe_no_auto_barriers=True)
 LANES = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=1)
 
 
@@ -190,5 +186,5 @@ def _call(kernel, out_type, *walked):
             plgpu.SMEM((STAGES, TURN), jnp.int32),
             plgpu.Barrier(num_arrivals=len(walked) + 1, num_barriers=STAGES),
         ],
-        compiler_params=COMPILER,
+        compiler_params=tiles.COMPILER,
     )

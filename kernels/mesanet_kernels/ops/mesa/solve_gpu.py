@@ -76,6 +76,7 @@ def solve(rhs_parts, k_BTHK, parts_NBHKK, diagonal_NBHK, intra_NBHCC, enter_NBHC
         operator = Operator(k_s, [dict(zip(upper, y_s)) for y_s in state_s], intra_s, enter_C, lam_s)
         entering = tiles.per_row(enter_C, BLOCK)
         diagonals = [a + entering * c + operator.lam(j) for a, c, j in zip(squares, before, blocks)]
+        plgpu.commit_smem()  # all warps are past the squares
         tiles.store(keys, k_s)
         plgpu.commit_smem()
         norm_C = _norm(_right_hand_side(rhs_s))
@@ -87,6 +88,7 @@ def solve(rhs_parts, k_BTHK, parts_NBHKK, diagonal_NBHK, intra_NBHCC, enter_NBHC
         plgpu.barrier_wait(state_loaded)
         iterations_out[n, b, h, ...] = iterate(operator, unit, start, x_s, max_iters=max_iters, tol=tol)
         norm = tiles.per_row(norm_C, BLOCK)
+        plgpu.commit_smem()  # all warps are past the states
         for j in blocks:
             parts = tiles.cut(tiles.untiled(x_s[j]) * norm, RESULTS, half)
             tiles.store(parts, [part_s[j] for part_s in result_s])
