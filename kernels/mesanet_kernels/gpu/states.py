@@ -126,9 +126,8 @@ def _run(k_parts, v_parts, weight_NBHC, carry_NBH, blocks, initial_SBHKV, *, bac
             weight_CD = tiles.per_row(tiles.untiled(weight_s.at[slot], tiles.ROWS.reduce(1)), BLOCK)
             values_s = [x.at[slot] for x in v_s]
             weighted_CD = weight_CD * tiles.total(values_s)
-            weighted_s = [*values_s, *more_s][
-                :factors
-            ]  # in the values' place: programs need little memory to run at once
+            # In the values' place: the less memory a program has, the more of them run at once.
+            weighted_s = [*values_s, *more_s][:factors]
             tiles.store(tiles.cut(weighted_CD, factors, half), weighted_s)
             plgpu.commit_smem()
             for source, target in zip(state_s, states):

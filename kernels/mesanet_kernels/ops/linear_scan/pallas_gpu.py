@@ -143,9 +143,8 @@ def _walk(length, sources, scratch, compute, carry, *, backwards):
         plgpu.barrier_wait(loaded.at[slot])
         plgpu.commit_smem()  # all warps are past the turn before, whose slot is filled now
         pl.when(number + STAGES - 1 < turns)(lambda: fetch(number + STAGES - 1))
-        tokens = [
-            read([x_s.at[slot] for x_s in slots], index) for index in order
-        ]  # all, so that none waits for another
+        # All of them first, so that none waits for another.
+        tokens = [read([x_s.at[slot] for x_s in slots], index) for index in order]
         for index, token in zip(order, tokens):
             carry = compute(first_of(number) + index, token, carry)
         return carry

@@ -2,8 +2,8 @@
 
 The chunk's keys, mask and entering state are loaded once and stay on the SM while conjugate gradients run (mesanet.md
 1.4, 1.5). Products are float16 with float32 sums, which keep what matters (mesanet.md 1.7.3): keys are exact, the state
-is a sum of two float16 matrices, directions are rounded at unit size, and the first residual, which is large where
-keys repeat, is computed from a starting point in two parts.
+is a sum of two float16 matrices, and the starting point and all directions are what float16 holds of them, so that the
+residual is that of the solution.
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, D columns of a block.
 """
