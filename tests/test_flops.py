@@ -39,7 +39,16 @@ def test_mfu_is_over_all_devices():
 
 
 # Wide heads and little else, so that each product of a mixer is several per cent of the whole and elementwise work is not.
-WIDE = {"dim": 768, "heads": 4, "head_dim": 256, "layers": 2, "mlp_ratio": 0.25, "vocab_size": 256, "remat": "none"}
+WIDE = {
+    "dim": 768,
+    "heads": 4,
+    "head_dim": 256,
+    "layers": 2,
+    "mlp_ratio": 0.25,
+    "vocab_size": 256,
+    "remat": "none",
+    "scan_layers": False,
+}
 ROWS = 8  # what is made once for all rows is not a token's
 LENGTH = 192  # three chunks: XLA drops the products with the first one's zero state
 CASES = {mixer: (mixer,) for mixer in MIXERS} | {"hawk_mesa": ("hawk", "mesa")}
