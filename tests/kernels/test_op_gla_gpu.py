@@ -8,7 +8,7 @@ import numpy as np
 import op_cases
 import pytest
 from hopper import interpreted, lowers, needs_interpreter
-from op_cases import assert_close, gated_linear_attention, rounded
+from op_cases import assert_close, cast_floating, gated_linear_attention
 
 from mesanet_kernels.gpu import states, tiles
 from mesanet_kernels.ops.gated_linear_attention import pallas_gpu
@@ -76,8 +76,8 @@ def test_exact_states(monkeypatch, backwards):
 @pytest.mark.parametrize("key_size, value_size", [(64, 128), (128, 64)])
 def test_lowers_for_cuda(monkeypatch, key_size, value_size):
     monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
-    inputs = rounded(example(OP, dict(B=1, T=150, H=2, K=key_size, V=value_size)))
-    arrays = [jnp.asarray(x, jnp.bfloat16 if name in "qkv" else None) for name, x in inputs.items()]
+    inputs = cast_floating(example(OP, dict(B=1, T=150, H=2, K=key_size, V=value_size)), jnp.bfloat16)
+    arrays = inputs.values()
 
     def loss(*arrays):
         outputs = gated_linear_attention(dict(zip(inputs, arrays)), implementation="pallas_gpu")

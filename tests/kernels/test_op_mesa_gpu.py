@@ -11,6 +11,7 @@ from hopper import interpreted, lowers, needs_interpreter
 from mesa_systems import HEADS, KEYS, systems
 from op_cases import (
     assert_close,
+    cast_floating,
     evaluator,
     gated_linear_attention,
     mesa,
@@ -85,7 +86,7 @@ def test_solutions_in_two_parts(monkeypatch):
     run = lambda x, name: mesa(x, implementation=name)[0]
     with jax.enable_x64(True):
         wanted = np.asarray(run({name: jnp.float64(x) for name, x in inputs.items()}, "reference"))
-    halves = {name: jnp.asarray(x, jnp.bfloat16 if name in "qkv" else None) for name, x in inputs.items()}
+    halves = cast_floating(inputs, jnp.bfloat16)
     with interpreted(monkeypatch):
         found = jax.jit(partial(run, name="pallas_gpu"))(halves)
     assert np.linalg.norm(np.float64(found) - wanted) < LIMIT * np.linalg.norm(wanted)
@@ -109,8 +110,8 @@ def test_sizes_keep_large_states_within_float16():
 @pytest.mark.parametrize("size", tiles.SIZES)
 def test_lowers_for_cuda(monkeypatch, size):
     monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
-    inputs = rounded(example("mesa", dict(B=1, T=150, H=2, K=size, V=size)))
-    arrays = [jnp.asarray(x, jnp.bfloat16 if name in "qkv" else None) for name, x in inputs.items()]
+    inputs = cast_floating(example("mesa", dict(B=1, T=150, H=2, K=size, V=size)), jnp.bfloat16)
+    arrays = inputs.values()
 
     def loss(*arrays):
         o, state = mesa(dict(zip(inputs, arrays)), implementation="pallas_gpu")
@@ -124,8 +125,8 @@ def test_each_device_is_given_its_own_rows_and_heads(monkeypatch, op):
     """Forward and backward, by the shapes that the kernels see."""
     monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
     monkeypatch.setattr(partition, "_axes", {"B": ("data",), "H": ("tensor",), "T": ()})
-    inputs = rounded(example(op.__name__, dict(B=4, T=64, H=2, K=64, V=128)))
-    arrays = [jnp.asarray(x, jnp.bfloat16 if name in "qkv" else None) for name, x in inputs.items()]
+    inputs = cast_floating(example(op.__name__, dict(B=4, T=64, H=2, K=64, V=128)), jnp.bfloat16)
+    arrays = inputs.values()
 
     def loss(*arrays):
         o, _ = op(dict(zip(inputs, arrays)), implementation="pallas_gpu")
@@ -143,8 +144,8 @@ def test_a_kept_solution_is_not_computed_again(monkeypatch, ways):
     """By a forward pass that is done again for its gradients, on one device or on a mesh. A solve is a loop."""
     monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
     monkeypatch.setattr(partition, "_axes", {"B": ("data",), "H": (), "T": ()})
-    inputs = rounded(example("mesa", dict(B=2, T=64, H=1, K=64, V=64)))
-    arrays = [jnp.asarray(x, jnp.bfloat16 if name in "qkv" else None) for name, x in inputs.items()]
+    inputs = cast_floating(example("mesa", dict(B=2, T=64, H=1, K=64, V=64)), jnp.bfloat16)
+    arrays = inputs.values()
 
     def solves(policy):
         run = lambda *arrays: jnp.sum(jnp.sin(mesa(dict(zip(inputs, arrays)), implementation="pallas_gpu")[0]))
@@ -181,8 +182,7 @@ def test_solves_on_a_gpu(keys, size):
 @pytest.mark.gpu
 def test_a_solution_that_all_layers_keep_is_computed_once_on_a_gpu():
     """As in the test above, though the compiler may repeat a kernel whose result two others read (`tiles.kernel`)."""
-    inputs = rounded(example("mesa", dict(B=1, T=128, H=2, K=64, V=64)))
-    x = {name: jnp.asarray(value, jnp.bfloat16 if name in "qkv" else None) for name, value in inputs.items()}
+    x = cast_floating(example("mesa", dict(B=1, T=128, H=2, K=64, V=64)), jnp.bfloat16)
 
     def layer(v, _):
         return v + mesa(x | {"q": v, "v": v}, implementation="pallas_gpu")[0], None

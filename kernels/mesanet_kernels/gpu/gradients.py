@@ -62,10 +62,9 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
         def shared_blocks(nothing):
             """(queries, keys, weighted scores, tokens of a memory, states, their cotangents), `nothing` being 0."""
             numbers = itertools.count()
-            block = lambda *_: blocks_s.at[next(numbers) + nothing]
-            some = lambda count: list(map(block, range(count)))
-            q_s, k_s = [some(len(key_blocks)) for _ in q_parts], some(len(key_blocks))
-            return q_s, k_s, block(), some(1 + most_do), some(most_states), some(most_dstates)
+            lists = [[blocks_s.at[next(numbers) + nothing] for _ in range(count)] for count in counts_of_blocks]
+            *q_s, k_s, (inner_s,), tokens_s, states_s, dstates_s = lists
+            return q_s, k_s, inner_s, tokens_s, states_s, dstates_s
 
         q_s, k_s, inner_s, tokens_s, states_s, dstates_s = shared_blocks(0)
 
@@ -174,7 +173,7 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
 
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     most_do, most_states, most_dstates = (max(map(len, parts)) for parts in list(zip(*memories))[1:])
-    count_of_blocks = (len(q_parts) + 1) * len(key_blocks) + 2 + most_do + most_states + most_dstates
+    counts_of_blocks = *[len(key_blocks)] * (len(q_parts) + 1), 1, 1 + most_do, most_states, most_dstates
     return Gradients(
         *tiles.kernel(
             gradients_of_chunk,
@@ -190,7 +189,7 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
             grid_names=("row", "chunk", "head"),
             # Of mesa's memories 112 KiB: two chunks on an SM.
             scratch_types=[
-                tiles.shared(count_of_blocks, CHUNK, BLOCK, dtype=half),
+                tiles.shared(sum(counts_of_blocks), CHUNK, BLOCK, dtype=half),
                 plgpu.SMEM((1,), jnp.int32),
                 plgpu.Barrier(num_arrivals=len(key_blocks) * (len(q_parts) + 1)),
                 [plgpu.Barrier(num_arrivals=1 + len(memory.do_parts)) for memory in memories],

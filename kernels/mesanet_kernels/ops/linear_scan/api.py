@@ -45,8 +45,8 @@ def linear_scan(x, a, *, segment_ids=None, initial_state=None, implementation=No
       a: [B, T, D], decays between -1 and 1; larger ones grow without bound. Best float32 where x is bfloat16.
       segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
       initial_state: [B, D]; belongs to the first token's document. Default zero.
-      implementation: "reference", "xla", "pallas_gpu" (NVIDIA Hopper, at least 128 channels, a multiple of 8; float32 sums), "pallas_tpu"
-        (float32 sums), or None for the best that supports the call.
+      implementation: "reference", "xla", "pallas_gpu" (NVIDIA Hopper, at least 128 channels, a multiple of 8; float32
+        sums), "pallas_tpu" (float32 sums), or None for the best that supports the call.
 
     Returns:
       (h [B, T, D] in x's dtype, final state [B, D] float32).
