@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 RUN := runs/demo
 # Those in the backbone of MesaNet; those in nanochat's are compared with each other.
 NANOCHAT := configs/nanochat.py configs/maglev.py configs/lrt.py
-FAMILIES := $(filter-out $(NANOCHAT) configs/backbone.py configs/nanochat_recipe.py configs/prepare.py,$(wildcard configs/*.py))
+FAMILIES := $(filter-out $(NANOCHAT) configs/prepare.py,$(wildcard configs/*.py))
 MEMORIES := configs/maglev.py:demo-sliding configs/maglev.py:demo-interleaved configs/lrt.py:demo configs/lrt.py:demo-k2 \
     configs/maglev.py:demo configs/maglev.py:demo-separate
 empty :=

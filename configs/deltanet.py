@@ -1,6 +1,6 @@
 """DeltaNet as MesaNet (arXiv 2506.05233) compares with it: the delta rule in every block."""
 
-from configs.backbone import backbone
+from mesanet_jax.recipes.backbone import backbone
 
 PEAK_LEARNING_RATE = {"140m": 3e-3, "440m": 3e-3, "1b": 1.5e-3}  # Table 8, 15B tokens
 

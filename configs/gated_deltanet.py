@@ -5,7 +5,7 @@ Mamba2's decay, convolution on values, an output gate, few wide heads of 3/4 and
 and values. The layer has 6 D^2 parameters in place of 4 D^2; a narrower feed-forward keeps the total within 1 %.
 """
 
-from configs.backbone import backbone, split_published
+from mesanet_jax.recipes.backbone import backbone, split_published
 
 PEAK_LEARNING_RATE = {"140m": 1e-3, "440m": 2.5e-3, "1b": 2e-3}  # Table 8, 15B tokens
 

@@ -4,7 +4,7 @@
 channel, four heads with keys half as wide as values, an output gate; no input gate, convolution or normalised keys.
 """
 
-from configs.backbone import backbone, split_published
+from mesanet_jax.recipes.backbone import backbone, split_published
 
 PEAK_LEARNING_RATE = {"140m": 2e-3, "440m": 2.5e-3, "1b": 2e-3}  # Table 8, 15B tokens
 

@@ -5,7 +5,7 @@ the recurrence are the paper's for these widths of the stream (its appendix C), 
 of 1024; the feed-forward is a little wider where the total would fall more than 2 % short of MesaNet's.
 """
 
-from configs.backbone import backbone
+from mesanet_jax.recipes.backbone import backbone
 
 RECURRENCE_WIDTH = {"140m": 1024, "440m": 1536, "1b": 2048}
 MLP_RATIO = {"140m": 3.125, "440m": 3.0, "1b": 3.125}

@@ -3,7 +3,7 @@
 MesaNet does not compare it: the peak learning rates are Hawk's, the nearest family there (its Table 8).
 """
 
-from configs.backbone import backbone
+from mesanet_jax.recipes.backbone import backbone
 
 PEAK_LEARNING_RATE = {"140m": 2e-3, "440m": 2.5e-3, "1b": 2e-3}
 

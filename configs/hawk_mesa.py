@@ -3,7 +3,7 @@
 The paper does not say which comes first; `--config.model.pattern=mesa,hawk` is the other order.
 """
 
-from configs.backbone import backbone
+from mesanet_jax.recipes.backbone import backbone
 
 PEAK_LEARNING_RATE = {"140m": 2.5e-3, "440m": 2e-3, "1b": 2e-3}  # Table 8, 15B tokens
 

@@ -3,9 +3,9 @@
 `d20` trains by turns of every other position (S = 2), `d20-k2` and `d20-k3` by two and three refinements of whole rows.
 """
 
-from configs import nanochat, nanochat_recipe
+from mesanet_jax.recipes import nanochat_recipe
 
-SIZES = nanochat.SIZES
+SIZES = nanochat_recipe.SIZES
 VARIANTS = {
     "": {"schedule": "interleaved", "turns": 2},
     "k2": {"schedule": "refined", "refinements": 2},
@@ -18,9 +18,9 @@ def get_config(size: str = "d12"):
     scale, dash, variant = size.partition("-")
     if variant not in VARIANTS or (dash and not variant):
         raise ValueError(f"no {size!r}; variants, as in d20-k3: {', '.join(filter(None, VARIANTS))}")
-    config = nanochat.backbone("lrt", scale, ("sliding",))
+    config = nanochat_recipe.backbone("lrt", scale, ("sliding",))
     config.name = f"lrt-{size}"
     config.model.update(VARIANTS[variant])
-    if scale not in nanochat.SMALL:
+    if scale not in nanochat_recipe.SMALL:
         nanochat_recipe.recipe(config, ratio=100, batch_tokens=2**19)
     return config

@@ -5,9 +5,9 @@
 `d20-interleaved` are the same recipe without a memory; `configs/lrt.py` has LRT.
 """
 
-from configs import nanochat, nanochat_recipe
+from mesanet_jax.recipes import nanochat_recipe
 
-SIZES = nanochat.SIZES
+SIZES = nanochat_recipe.SIZES
 SLIDING, INTERLEAVED = ("sliding",), ("sliding", "attention")
 # Kind of model, pattern, values.
 VARIANTS = {
@@ -24,9 +24,9 @@ def get_config(size: str = "d12"):
     if variant not in VARIANTS or (dash and not variant):
         raise ValueError(f"no {size!r}; variants, as in d20-separate: {', '.join(filter(None, VARIANTS))}")
     kind, pattern, values = VARIANTS[variant]
-    config = nanochat.backbone(kind, scale, pattern)
+    config = nanochat_recipe.backbone(kind, scale, pattern)
     config.name = f"maglev-{size}"
     config.model.update(values)
-    if scale not in nanochat.SMALL:
+    if scale not in nanochat_recipe.SMALL:
         nanochat_recipe.recipe(config, ratio=100, batch_tokens=2**19)
     return config

@@ -6,7 +6,7 @@ for the biases of its convolutions: twice the stream's width in heads of 64, whi
 layer has a little over 6 D^2 parameters in place of 4 D^2; a narrower feed-forward keeps the total within 1 %.
 """
 
-from configs.backbone import backbone, split_published
+from mesanet_jax.recipes.backbone import backbone, split_published
 
 PEAK_LEARNING_RATE = {"140m": 3e-3, "440m": 2.5e-3, "1b": 2e-3}  # Table 8, 15B tokens
 

@@ -5,8 +5,8 @@ tied embeddings), 12B tokens are those of its OpenWebText run, and whatever else
 `mesanet_jax/models/pha.py`. `90m-sequential` is `90m` but for what VARIANTS names; `mesanet_jax.compare` takes them together.
 """
 
-from configs.backbone import small
 from mesanet_jax.config import default_config
+from mesanet_jax.recipes.backbone import small
 
 PAPER = {"90m": (640, 9, 10, 2), "125m": (768, 10, 12, 4), "180m": (896, 11, 14, 2)}  # width, blocks, heads, of keys
 SMALL = ("demo", "smoke")

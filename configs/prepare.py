@@ -1,7 +1,7 @@
 """Preparing a corpus: `python -m mesanet_jax.prepare --config=configs/prepare.py:NAME --config.output=DIR`."""
 
 from mesanet_jax import schema
-from mesanet_jax.data.prepare_config import SCHEMA
+from mesanet_jax.data.schema import SCHEMA
 
 _SENTENCEPIECE = {"kind": "sentencepiece", "vocab_size": 32000}
 

@@ -1,6 +1,6 @@
 """Sliding-window attention in every block, the SWA-w baselines of the MesaNet paper: `440m-w64` is SWA-64."""
 
-from configs import backbone
+from mesanet_jax.recipes import backbone
 
 WINDOWS = (4, 64, 256, 1024)
 SIZES = tuple(f"{size}-w{window}" for size in backbone.PAPER for window in WINDOWS) + ("demo", "smoke")

@@ -1,6 +1,6 @@
 """The Transformer baseline of the MesaNet paper: softmax attention with RoPE in every block."""
 
-from configs.backbone import backbone
+from mesanet_jax.recipes.backbone import backbone
 
 PEAK_LEARNING_RATE = {"140m": 2.5e-3, "440m": 1.5e-3, "1b": 2e-3}  # Table 8, 15B tokens
 

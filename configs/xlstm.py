@@ -5,7 +5,7 @@ RMSNorm of the other families in place of a LayerNorm: keys half as large as val
 start closed, a sigmoid output gate, no convolution.
 """
 
-from configs.backbone import backbone, split_published
+from mesanet_jax.recipes.backbone import backbone, split_published
 
 PEAK_LEARNING_RATE = {"140m": 2.5e-3, "440m": 3e-3, "1b": 1.5e-3}  # Table 8, 15B tokens
 

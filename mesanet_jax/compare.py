@@ -19,12 +19,14 @@ import jax
 import ml_collections
 from etils import epath
 
-from mesanet_jax import checkpoint, cli, comparison, schema, train
+from mesanet_jax import cli, schema, train
 from mesanet_jax import config as config_lib
-from mesanet_jax import workdir as workdir_lib
 from mesanet_jax.errors import UserError
 from mesanet_jax.mixers import MIXERS
 from mesanet_jax.models import MODELS, LanguageModel
+from mesanet_jax.reporting import comparison
+from mesanet_jax.runtime import workdir as workdir_lib
+from mesanet_jax.training import checkpoint
 
 # What may differ between the runs of a comparison, beside the options of mixers and of kinds of model. The feed-forward
 # may, since a larger mixer is made up for by a narrower one (`configs/mamba2.py:440m-published`). The report states it all.

@@ -13,10 +13,10 @@ import jax
 from mesanet_jax import cli
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
+from mesanet_jax.aot import executable, memory, price, report, suggest, topology
+from mesanet_jax.aot.build import Build, build
 from mesanet_jax.errors import UserError
-from mesanet_jax.pods import executable, memory, price, report, suggest, topology
-from mesanet_jax.pods.build import Build, build
-from mesanet_jax.progress import duration
+from mesanet_jax.reporting.progress import duration
 
 
 def main(argv: list[str]) -> int:

@@ -5,11 +5,12 @@ The sections of mixers and models are declared where they are implemented (`FIEL
 
 import ml_collections
 
-from mesanet_jax import cli, muon, optimizer, schedule
+from mesanet_jax import cli
 from mesanet_jax import schema as schema_lib
 from mesanet_jax.errors import UserError
 from mesanet_jax.models import MODELS
 from mesanet_jax.schema import Field
+from mesanet_jax.training import muon, optimizer, schedule
 
 RUN = {
     "name": Field("run", "label of this run in reports"),

@@ -1,7 +1,7 @@
 """Evaluates a checkpoint on a split: `python -m mesanet_jax.evaluate --workdir=DIR`
 
 Loss, perplexity, bits per byte and loss by token position; a table here, and DIR/evaluation/SPLIT-STEP.{md,json,png}.
-Several processes evaluate together where each gets `--coordinator` (`mesanet_jax.distributed`).
+Several processes evaluate together where each gets `--coordinator` (`mesanet_jax.runtime.distributed`).
 `--config.data.path=...` evaluates on other data of the same tokenizer;
 rows longer than those of the training measure length extrapolation. `--protocol=stream --context=1024 --stride=512` takes the
 split for one contiguous text and scores it by overlapping windows, as perplexities of WikiText-103 are measured; what it
@@ -22,17 +22,20 @@ import numpy as np
 from etils import epath
 from tqdm import tqdm
 
-from mesanet_jax import checkpoint, cli, distributed, models, observations, workdir
+from mesanet_jax import cli, models
 from mesanet_jax import mesh as mesh_lib
-from mesanet_jax import step as step_lib
 from mesanet_jax.data.loader import eval_batches
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals import stream
 from mesanet_jax.evals.perplexity import Evaluation, evaluate_rows, position_buckets
 from mesanet_jax.evals.stream import Windows
-from mesanet_jax.plots import plot_positions
-from mesanet_jax.watchdog import Watchdog
+from mesanet_jax.reporting import layer_stats
+from mesanet_jax.reporting.plots import plot_positions
+from mesanet_jax.runtime import distributed, workdir
+from mesanet_jax.runtime.watchdog import Watchdog
+from mesanet_jax.training import checkpoint
+from mesanet_jax.training import step as step_lib
 
 PROTOCOLS = ("rows", "stream")
 SCORES = ("loss", "perplexity", "bits_per_byte", "foretold")  # of an `Evaluation`, in the JSON
@@ -90,7 +93,7 @@ class Report:
     trained_seq_len: int
     seconds: float
     evaluation: Evaluation
-    observed: dict[str, float]  # `observations.scalars` of the first batch
+    observed: dict[str, float]  # `layer_stats.scalars` of the first batch
     windows: Windows | None  # None: the rows as prepared
     words: int | None  # of the stream; None of rows, of a part of it, and where the data do not say
 
@@ -125,7 +128,7 @@ class Report:
             ("tokens of a row", f"{self.seq_len}{extrapolated}"),
             *(
                 (label, f"{self.observed[name]:.2f}")
-                for name, label in observations.LABELS.items()
+                for name, label in layer_stats.LABELS.items()
                 if name in self.observed
             ),
         ]
@@ -185,7 +188,7 @@ class Report:
         modes = {self.name: self.evaluation} | {f"{self.name}, {m}": e for m, e in self.evaluation.others.items()}
         curves = {mode: evaluation.position_loss_T for mode, evaluation in modes.items()}
         plot_positions(curves, stem.with_suffix(".png"), title=label)
-        observations.plot(self.observed, stem, title=label)
+        layer_stats.plot(self.observed, stem, title=label)
         return stem
 
 
@@ -246,7 +249,7 @@ def evaluate(
         name=config.name, step=step, split=split, data=config.data.path, fingerprint=rows.fingerprint,
         parameters=model.parameter_count(), seq_len=seq_len,
         trained_seq_len=config.data.seq_len, windows=windows, words=rows.words if windows and count == whole else None,
-        seconds=time.monotonic() - began, evaluation=result, observed=observations.scalars(told),
+        seconds=time.monotonic() - began, evaluation=result, observed=layer_stats.scalars(told),
     )  # fmt: skip
 
 

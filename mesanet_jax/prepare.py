@@ -20,8 +20,8 @@ from mesanet_jax.data import manifest, pack_unit, plan, pool, settings, tokenize
 from mesanet_jax.data.files import Directory
 from mesanet_jax.data.pack_unit import Job
 from mesanet_jax.data.plan import Unit
-from mesanet_jax.data.prepare_config import SCHEMA
 from mesanet_jax.data.problems import Problems
+from mesanet_jax.data.schema import SCHEMA
 
 Records = Iterator[tuple[int, dict[str, Any]]]  # a unit's index and what it gave
 

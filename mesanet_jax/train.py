@@ -1,7 +1,7 @@
 """Pretrains a model: `python -m mesanet_jax.train --config=configs/mesanet.py:140m --workdir=DIR --config.data.path=...`
 
 Read it top to bottom: it is the run. Running the same command again resumes; a finished run says so and exits 0.
-Several processes run one training where each gets `--coordinator` (`mesanet_jax.distributed`).
+Several processes run one training where each gets `--coordinator` (`mesanet_jax.runtime.distributed`).
 Exit status: 0 finished, 1 stopped by non-finite losses, 2 a mistake in the command, 128 + signal after SIGTERM or
 Ctrl-C (everything saved), 75 no progress (the watchdog), 76 or 134 another process died. All processes exit with the same.
 """
@@ -15,25 +15,27 @@ import sys
 import jax
 from etils import epath
 
-from mesanet_jax import checkpoint as checkpoint_lib
-from mesanet_jax import cli, distributed, models, observations, schema
+from mesanet_jax import cli, models, schema
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
-from mesanet_jax import step as step_lib
-from mesanet_jax import workdir as workdir_lib
+from mesanet_jax.aot import executable
 from mesanet_jax.data.loader import Batches, eval_batches
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals.perplexity import evaluate_rows
-from mesanet_jax.goodput import Goodput
-from mesanet_jax.plots import plot_terms, plot_training, terms
-from mesanet_jax.pods import executable
-from mesanet_jax.preemption import Preemption
-from mesanet_jax.progress import Progress
-from mesanet_jax.spool import Spool
-from mesanet_jax.throughput import Throughput
-from mesanet_jax.trackers import make_trackers, read_json_lines
-from mesanet_jax.watchdog import Watchdog
+from mesanet_jax.reporting import layer_stats
+from mesanet_jax.reporting.plots import plot_terms, plot_training, terms
+from mesanet_jax.reporting.progress import Progress
+from mesanet_jax.reporting.trackers import make_trackers, read_json_lines
+from mesanet_jax.runtime import distributed
+from mesanet_jax.runtime import workdir as workdir_lib
+from mesanet_jax.runtime.bucket_sync import Spool
+from mesanet_jax.runtime.goodput import Goodput
+from mesanet_jax.runtime.preemption import Preemption
+from mesanet_jax.runtime.watchdog import Watchdog
+from mesanet_jax.training import checkpoint as checkpoint_lib
+from mesanet_jax.training import step as step_lib
+from mesanet_jax.training.throughput import Throughput
 
 
 def main(argv: list[str]) -> int:
@@ -137,7 +139,7 @@ def train(
                 if observed:
                     some = mesh_lib.placed(itertools.islice(validation_batches(), 1), mesh)
                     told = jax.device_get(program.observe(state["params"], next(some)))
-                    scalars |= observations.scalars(told)
+                    scalars |= layer_stats.scalars(told)
                 trackers.log(step, scalars)
                 progress.update(step, scalars)
 
@@ -191,7 +193,7 @@ def train(
             plot_training(spool.local / "metrics.jsonl", workdir / "loss.png", title=config.name)
             told = terms(read_json_lines(spool.local / "metrics.jsonl"))
             plot_terms({config.name: told}, workdir / "terms.png", title=config.name)
-            observations.plot(observations.newest(spool.local / "metrics.jsonl"), workdir / "last", title=config.name)
+            layer_stats.plot(layer_stats.newest(spool.local / "metrics.jsonl"), workdir / "last", title=config.name)
         progress.message(f"finished: {workdir} holds all {config.steps} steps; curves in {workdir / 'loss.png'}")
     return 0
 

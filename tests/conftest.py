@@ -13,7 +13,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 import jax
 import pytest
 
-from tests.tiny_run import prepare_data
+from tests.helpers.tiny_run import prepare_data
 
 jax.config.update("jax_num_cpu_devices", 8)  # the commands that tests start see one
 

@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 
 from configs import pha
-from mesanet_jax import compare, comparison, plots, workdir
+from mesanet_jax import compare
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals.perplexity import Evaluation
-from tests.smoke import ROOT
+from mesanet_jax.reporting import comparison, plots
+from mesanet_jax.runtime import workdir
+from tests.helpers.smoke import ROOT
 
 PAIR = ("configs/mesanet.py:smoke", "configs/transformer.py:smoke")
 NAMES = ("mesanet-smoke", "transformer-smoke")

@@ -10,13 +10,13 @@ import pytest
 from mesanet_jax import compile as compile_lib
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax import models, train
-from mesanet_jax import step as step_lib
+from mesanet_jax.aot import executable, memory, topology
+from mesanet_jax.aot.build import build
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
-from mesanet_jax.pods import executable, memory, topology
-from mesanet_jax.pods.build import build
-from mesanet_jax.trackers import read_json_lines
-from tests.smoke import ROOT, assert_bitwise, ragged_batch, smoke_config
+from mesanet_jax.reporting.trackers import read_json_lines
+from mesanet_jax.training import step as step_lib
+from tests.helpers.smoke import ROOT, assert_bitwise, ragged_batch, smoke_config
 
 
 @pytest.fixture(scope="module")

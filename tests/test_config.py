@@ -9,13 +9,14 @@ import sys
 import ml_collections
 import pytest
 
-from configs import backbone, mesanet, prepare, transformer
+from configs import mesanet, prepare, transformer
 from mesanet_jax import cli, schema
 from mesanet_jax import config as config_lib
-from mesanet_jax.data.prepare_config import SCHEMA
+from mesanet_jax.data.schema import SCHEMA
 from mesanet_jax.errors import UserError
 from mesanet_jax.mixers import MIXERS
-from tests.smoke import ROOT, smoke_config
+from mesanet_jax.recipes import backbone
+from tests.helpers.smoke import ROOT, smoke_config
 
 SMOKE = "configs/mesanet.py:smoke"
 

@@ -13,7 +13,7 @@ from mesanet_jax.data.loader import eval_batches
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals.perplexity import evaluate_rows, position_buckets
-from tests.tiny_run import prepare_data, save_run
+from tests.helpers.tiny_run import prepare_data, save_run
 
 TOKEN_BYTES = np.array([0, 1, 2, 3])  # id 0 is special
 

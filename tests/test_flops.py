@@ -13,7 +13,7 @@ from mesanet_jax import config as config_lib
 from mesanet_jax import flops, models
 from mesanet_jax.flops import Flops, products
 from mesanet_jax.mixers import MIXERS
-from mesanet_jax.step import BATCH
+from mesanet_jax.training.step import BATCH
 
 
 def model_of(config):

@@ -13,8 +13,8 @@ import pytest
 from mesanet_jax import generate, models
 from mesanet_jax.data.tokenizer import Bytes
 from mesanet_jax.errors import UserError
-from mesanet_jax.sampling import Sampler, Sampling, StreamDecoder, chunk_sizes, state_bytes, truncate
-from tests.tiny_run import CONFIGS, prepare_data, save_run
+from mesanet_jax.inference.sampling import Sampler, Sampling, StreamDecoder, chunk_sizes, state_bytes, truncate
+from tests.helpers.tiny_run import CONFIGS, prepare_data, save_run
 
 MIXERS = ("mesa", "attention")
 

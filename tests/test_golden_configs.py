@@ -8,7 +8,6 @@ import pathlib
 import pytest
 
 from configs import (
-    backbone,
     deltanet,
     gated_deltanet,
     gla,
@@ -28,6 +27,7 @@ from configs import (
     xlstm,
 )
 from mesanet_jax import schema
+from mesanet_jax.recipes import backbone
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "configs"
 CONFIGS = {

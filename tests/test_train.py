@@ -17,14 +17,15 @@ import jax
 import numpy as np
 import pytest
 
-from mesanet_jax import checkpoint as checkpoint_lib
 from mesanet_jax import mesh as mesh_lib
-from mesanet_jax import models, schema, train, workdir
-from mesanet_jax import step as step_lib
+from mesanet_jax import models, schema, train
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
-from tests.smoke import ROOT, assert_bitwise
-from tests.tiny_run import prepare_data
+from mesanet_jax.runtime import workdir
+from mesanet_jax.training import checkpoint as checkpoint_lib
+from mesanet_jax.training import step as step_lib
+from tests.helpers.smoke import ROOT, assert_bitwise
+from tests.helpers.tiny_run import prepare_data
 
 STEPS = 60
 

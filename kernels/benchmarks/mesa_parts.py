@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels import mesa, shapes
-from mesanet_kernels.gpu import recurrence, tiles
-from mesanet_kernels.gpu.gradients import Memory, gradients
-from mesanet_kernels.gpu.readout import readout
-from mesanet_kernels.gpu.weights import chunk_weights
+from mesanet_kernels.linear_recurrence.gpu import recurrence
+from mesanet_kernels.linear_recurrence.gpu.gradients import Memory, gradients
+from mesanet_kernels.linear_recurrence.gpu.readout import readout
+from mesanet_kernels.linear_recurrence.gpu.weights import chunk_weights
 from mesanet_kernels.ops.mesa import chunked, pallas_gpu
+from mesanet_kernels.tiles import gpu as tiles
 
 CALLS, REPEATS = 8, 5
 TOLERANCES = (0.0, 1e-3)

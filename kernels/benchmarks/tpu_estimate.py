@@ -81,12 +81,12 @@ def call(kernel: str):
     import jax
     import jax.numpy as jnp
 
-    from mesanet_kernels.chunks import ChunkWeights
+    from mesanet_kernels.linear_recurrence.chunks import ChunkWeights
+    from mesanet_kernels.linear_recurrence.tpu import weights
+    from mesanet_kernels.linear_recurrence.tpu.forward import forward
+    from mesanet_kernels.linear_recurrence.tpu.gradients import Memory, gradients
+    from mesanet_kernels.linear_recurrence.tpu.states import states
     from mesanet_kernels.ops.linear_scan import pallas_tpu as linear_scan
-    from mesanet_kernels.tpu import weights
-    from mesanet_kernels.tpu.forward import forward
-    from mesanet_kernels.tpu.gradients import Memory, gradients
-    from mesanet_kernels.tpu.states import states
 
     half, wide = (
         lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.bfloat16, jnp.float32)

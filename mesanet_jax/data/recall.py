@@ -23,8 +23,9 @@ import ml_collections
 import numpy as np
 
 from mesanet_jax import schema
-from mesanet_jax.data import manifest, packing, prepare_config
+from mesanet_jax.data import manifest, packing
 from mesanet_jax.data.files import Directory
+from mesanet_jax.data.schema import SCHEMA as PREPARE_SCHEMA
 from mesanet_jax.data.tokenizer import Bytes
 from mesanet_jax.errors import UserError
 from mesanet_jax.schema import Field
@@ -124,7 +125,7 @@ def write(config: ml_collections.ConfigDict) -> dict[str, Any]:
         "problems": {"counts": {}, "places": []},
         "splits": {split: _write(config, directory, split) for split in _SPLITS},
     }
-    described = schema.build(prepare_config.SCHEMA)
+    described = schema.build(PREPARE_SCHEMA)
     described.update_from_flattened_dict(
         {"output": config.output, "seq_len": config.seq_len, "bos": False, "tokenizer.kind": "bytes"}
     )

@@ -10,7 +10,7 @@ import ml_collections
 from mesanet_jax import schema
 from mesanet_jax.data import files, manifest, pack_unit, tokenizer
 from mesanet_jax.data.files import Directory, Source
-from mesanet_jax.data.prepare_config import SCHEMA
+from mesanet_jax.data.schema import SCHEMA
 from mesanet_jax.errors import UserError
 
 NAME = "settings.json"

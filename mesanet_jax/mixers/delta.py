@@ -7,8 +7,8 @@ B batch, T time, H heads, K key size, V value size.
 """
 
 from mesanet_jax.flops import products
-from mesanet_jax.mixers.controlled import PARALLEL_FIELDS, PROJECTION_FIELDS, Controlled
 from mesanet_jax.mixers.gates import DECAY_FIELDS
+from mesanet_jax.mixers.matrix_memory import PARALLEL_FIELDS, PROJECTION_FIELDS, Controlled
 from mesanet_kernels import delta_rule, delta_rule_step
 
 

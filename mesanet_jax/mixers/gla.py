@@ -8,8 +8,8 @@ B batch, T time, H heads, K key size, V value size.
 
 from mesanet_jax.flops import products
 from mesanet_jax.layers import l2_normalize
-from mesanet_jax.mixers.controlled import PARALLEL_FIELDS, PROJECTION_FIELDS, Controlled
 from mesanet_jax.mixers.gates import VECTOR_DECAY_FIELDS
+from mesanet_jax.mixers.matrix_memory import PARALLEL_FIELDS, PROJECTION_FIELDS, Controlled
 from mesanet_jax.schema import Field
 from mesanet_kernels import gated_linear_attention, gated_linear_attention_step
 

@@ -10,9 +10,9 @@ H heads, V value size.
 import jax
 
 from mesanet_jax.layers import param
-from mesanet_jax.mixers.controlled import PROJECTION_FIELDS
 from mesanet_jax.mixers.gates import DECAY_FIELDS, SoftplusDecay
 from mesanet_jax.mixers.gla import GLA, KERNEL_FIELDS, NORMALIZE_FIELDS
+from mesanet_jax.mixers.matrix_memory import PROJECTION_FIELDS
 from mesanet_jax.schema import Field
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from mesanet_jax.errors import UserError
 from mesanet_jax.flops import Flops, products, solves
 from mesanet_jax.layers import param
-from mesanet_jax.mixers.controlled import EMPTY, PARALLEL_FIELDS, PROJECTION_FIELDS, Controlled
 from mesanet_jax.mixers.gates import DECAY_FIELDS
+from mesanet_jax.mixers.matrix_memory import EMPTY, PARALLEL_FIELDS, PROJECTION_FIELDS, Controlled
 from mesanet_jax.schema import Field
 from mesanet_kernels import mesa, mesa_step
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from mesanet_jax.flops import products
 from mesanet_jax.layers import Linear
-from mesanet_jax.mixers.controlled import PARALLEL_FIELDS, PROJECTION_FIELDS, Controlled
 from mesanet_jax.mixers.gates import bias_init
+from mesanet_jax.mixers.matrix_memory import PARALLEL_FIELDS, PROJECTION_FIELDS, Controlled
 from mesanet_jax.schema import Field
 from mesanet_kernels import mlstm, mlstm_step
 

@@ -7,11 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from data_helpers import random_texts, write_jsonl
 
 from mesanet_jax.data import files, formats
 from mesanet_jax.data.formats import Document, Part, Problem
 from mesanet_jax.errors import UserError
+from tests.helpers.data import random_texts, write_jsonl
 
 
 def read(path, *, document="record", format=None, text_field="text", row_groups=None):

@@ -5,7 +5,6 @@ import sys
 
 import numpy as np
 import pytest
-from data_helpers import make_config, random_texts, write_jsonl
 
 from mesanet_jax.data import packing
 from mesanet_jax.data.loader import Batches, eval_batches, to_batch
@@ -13,6 +12,7 @@ from mesanet_jax.data.packing import Packer, row_dtype
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
 from mesanet_jax.prepare import prepare
+from tests.helpers.data import make_config, random_texts, write_jsonl
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-from data_helpers import ROOT
+from tests.helpers.data import ROOT
 
 DATA = ROOT / "mesanet_jax" / "data"
 

@@ -4,13 +4,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_helpers import ROOT, austen_texts, corpus, documents, make_config, write_jsonl
 
 from mesanet_jax import schema
 from mesanet_jax.data import packing
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.evals import stream
 from mesanet_jax.prepare import prepare
+from tests.helpers.data import ROOT, austen_texts, corpus, documents, make_config, write_jsonl
 
 
 @pytest.mark.parametrize("seq_len", [7, 32, 1000])

@@ -6,11 +6,11 @@ import subprocess
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_helpers import Item, command, die_on_second, documents, make_config, write_jsonl
 
 from mesanet_jax.data import pool
 from mesanet_jax.errors import UserError
 from mesanet_jax.prepare import prepare
+from tests.helpers.data import Item, command, die_on_second, documents, make_config, write_jsonl
 
 
 def broken_corpus(tmp_path) -> list[str]:

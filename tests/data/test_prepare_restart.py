@@ -7,10 +7,10 @@ import time
 from functools import partial
 
 import pytest
-from data_helpers import austen_texts, command, corpus, digests, documents, make_config, write_jsonl
 
 from mesanet_jax.errors import UserError
 from mesanet_jax.prepare import prepare
+from tests.helpers.data import austen_texts, command, corpus, digests, documents, make_config, write_jsonl
 
 
 def many_units(tmp_path) -> dict:

@@ -5,12 +5,12 @@ import json
 import fsspec
 import numpy as np
 import pytest
-from data_helpers import make_config, random_texts, write_jsonl
 
 from mesanet_jax.data import manifest
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
 from mesanet_jax.prepare import prepare
+from tests.helpers.data import make_config, random_texts, write_jsonl
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
-from data_helpers import austen_texts, random_texts
 
 from mesanet_jax.data import tokenizer
 from mesanet_jax.data.tokenizer_training import train_sentencepiece
 from mesanet_jax.errors import UserError
+from tests.helpers.data import austen_texts, random_texts
 
 SPELT = ["<s> </s> <pad> <unk> <0x41>", "<|endoftext|>", "", " ", "\n\n\n", "  a\t\tb  \r\n"]
 

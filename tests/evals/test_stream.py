@@ -18,7 +18,7 @@ from mesanet_jax.errors import UserError
 from mesanet_jax.evals import stream
 from mesanet_jax.evals.perplexity import evaluate_rows
 from mesanet_jax.evals.stream import Windows
-from tests.tiny_run import save_run
+from tests.helpers.tiny_run import save_run
 
 LINES = [" = Heading = \n", "\n", *(f" The {i} of words @-@ counted , naïvely . \n" for i in range(30)), "\n"]
 

@@ -5,12 +5,13 @@ from functools import partial
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hopper import interpreted, needs_interpreter
-from op_cases import assert_close, documents, evaluate
 
-from mesanet_kernels import chunks
-from mesanet_kernels.gpu import tiles, weights
+from mesanet_kernels.linear_recurrence import chunks
+from mesanet_kernels.linear_recurrence.gpu import weights
 from mesanet_kernels.shapes import example
+from mesanet_kernels.tiles import gpu as tiles
+from tests.helpers.hopper import interpreted, needs_interpreter
+from tests.helpers.op_cases import assert_close, documents, evaluate
 
 REFERENCE = partial(chunks.chunk_weights, chunk=tiles.CHUNK)
 

@@ -4,11 +4,11 @@ from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
-import op_cases as cases
 import pytest
 
 import mesanet_kernels as mk
 from mesanet_kernels import shapes
+from tests.helpers import op_cases as cases
 
 WITH_DECAY = [op for op in cases.RECURRENT if "log_decay" in shapes.example(op, "tiny")]
 

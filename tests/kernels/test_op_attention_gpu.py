@@ -3,10 +3,10 @@
 from functools import partial
 
 import jax.numpy as jnp
-import op_cases as cases
 import pytest
 
 from mesanet_kernels import shapes
+from tests.helpers import op_cases as cases
 
 
 @pytest.mark.gpu

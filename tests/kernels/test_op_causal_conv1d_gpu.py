@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hopper import interpreted, lowers, needs_interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from op_cases import assert_close, documents, evaluate, evaluator, random_state, rounded
 
 from mesanet_kernels import causal_conv1d, partition
-from mesanet_kernels.gpu import tiles
 from mesanet_kernels.ops.causal_conv1d import pallas_gpu
 from mesanet_kernels.shapes import example
+from mesanet_kernels.tiles import gpu as tiles
+from tests.helpers.hopper import interpreted, lowers, needs_interpreter
+from tests.helpers.op_cases import assert_close, documents, evaluate, evaluator, random_state, rounded
 
 
 def against_reference(sizes, *, boundaries, dtype, limit, activation="silu"):

@@ -2,11 +2,11 @@
 
 import jax.numpy as jnp
 import numpy as np
-import op_cases as cases
 import pytest
 
 import mesanet_kernels as mk
 from mesanet_kernels import shapes
+from tests.helpers import op_cases as cases
 
 FUNCTIONS = [op for op in cases.ALL if hasattr(mk, op)]  # a form of one has its messages
 

@@ -5,11 +5,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import op_cases as cases
 import pytest
 
 import mesanet_kernels as mk
 from mesanet_kernels import shapes
+from tests.helpers import op_cases as cases
 
 PREFILL = 6
 

@@ -5,12 +5,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import op_cases as cases
 import pytest
 
 import mesanet_kernels as mk
 from mesanet_kernels import shapes
 from mesanet_kernels.ops.delta_rule.triangular import unit_lower_inverse
+from tests.helpers import op_cases as cases
 
 NAMES = {"q": "q", "k": "k", "v": "v", "beta": "beta", "log_decay": "g"}
 LONG = dict(B=1, T=4096, H=2, K=16, V=8)

@@ -5,12 +5,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import op_cases as cases
 import pytest
 
 import mesanet_kernels as mk
 from mesanet_kernels import shapes
 from mesanet_kernels.ops.diagonal_ssm import discretise, xla
+from tests.helpers import op_cases as cases
 
 IMPLEMENTATIONS = ["reference", "xla", "fft"]
 GOLDEN = {"u": "u", "log_rate": "lambda_re", "log_frequency": "lambda_im", "c_re": "c_re", "c_im": "c_im", "skip": "d"}

@@ -4,10 +4,10 @@ from functools import partial
 
 import jax
 import numpy as np
-import op_cases as cases
 import pytest
 
 from mesanet_kernels import shapes
+from tests.helpers import op_cases as cases
 
 FIRST, LAST = 4, 9  # the middle of three documents, inside a chunk and across one
 OPTIONS = {

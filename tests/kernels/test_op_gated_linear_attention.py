@@ -5,11 +5,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import op_cases as cases
 import pytest
 
 import mesanet_kernels as mk
 from mesanet_kernels import shapes
+from tests.helpers import op_cases as cases
 
 SCALAR_OP, VECTOR_OP = "gated_linear_attention", "gated_linear_attention_vector"
 IMPLEMENTATIONS = [("reference", jnp.float64, 1e-12), ("xla", None, 1e-5)]

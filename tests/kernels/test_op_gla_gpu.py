@@ -5,14 +5,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import op_cases
 import pytest
-from hopper import interpreted, lowers, needs_interpreter
-from op_cases import assert_close, cast_floating, gated_linear_attention
 
-from mesanet_kernels.gpu import states, tiles
+from mesanet_kernels.linear_recurrence.gpu import states
 from mesanet_kernels.ops.gated_linear_attention import pallas_gpu
 from mesanet_kernels.shapes import example
+from mesanet_kernels.tiles import gpu as tiles
+from tests.helpers import op_cases
+from tests.helpers.hopper import interpreted, lowers, needs_interpreter
+from tests.helpers.op_cases import assert_close, cast_floating, gated_linear_attention
 
 OP = "gated_linear_attention"
 LIMIT = 5e-3  # bfloat16 inputs, kernel-api.md

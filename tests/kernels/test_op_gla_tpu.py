@@ -8,19 +8,13 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from op_cases import (
-    against_float64,
-    assert_close,
-    documents,
-    evaluate,
-    gated_linear_attention,
-)
-from test_op_tpu import compiler_topology
 
-from mesanet_kernels import chunks
+from mesanet_kernels.linear_recurrence import chunks
+from mesanet_kernels.linear_recurrence.tpu import weights
 from mesanet_kernels.ops.gated_linear_attention import pallas_tpu
 from mesanet_kernels.shapes import WIDE, example
-from mesanet_kernels.tpu import weights
+from tests.helpers.op_cases import against_float64, assert_close, documents, evaluate, gated_linear_attention
+from tests.kernels.test_op_tpu import compiler_topology
 
 OP = "gated_linear_attention"
 INPUTS = "q", "k", "v", "log_decay", "beta"

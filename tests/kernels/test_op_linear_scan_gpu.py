@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from op_cases import assert_close, documents, evaluate, evaluator, linear_scan, random_state, rounded
 
 from mesanet_kernels.ops.linear_scan import pallas_gpu
 from mesanet_kernels.shapes import example
+from tests.helpers.op_cases import assert_close, documents, evaluate, evaluator, linear_scan, random_state, rounded
 
 
 def against_reference(sizes, *, dtype, limit, boundaries=()):

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from test_op_tpu import compiler_topology
 
 from mesanet_kernels import shapes
 from mesanet_kernels.ops.linear_scan import pallas_tpu, xla
+from tests.kernels.test_op_tpu import compiler_topology
 
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 

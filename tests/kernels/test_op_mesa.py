@@ -5,12 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import op_cases as cases
 import pytest
 
 import mesanet_kernels as mk
 from mesanet_kernels import shapes
 from mesanet_kernels.ops.mesa.solver import conjugate_gradients, preconditioned_conjugate_gradients
+from tests.helpers import op_cases as cases
 
 NAMES = dict(q="q", k="k", v="v", g="log_decay", beta="beta", lamb="lam")
 GOLDEN = sorted(cases.GOLDEN.glob("mesa_*.npz"))

@@ -5,11 +5,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import op_cases
 import pytest
-from hopper import interpreted, lowers, needs_interpreter
-from mesa_systems import HEADS, KEYS, systems
-from op_cases import (
+
+from mesanet_kernels import partition
+from mesanet_kernels.ops.mesa import pallas_gpu, solve_gpu
+from mesanet_kernels.shapes import example
+from mesanet_kernels.tiles import gpu as tiles
+from tests.helpers import op_cases
+from tests.helpers.hopper import interpreted, lowers, needs_interpreter
+from tests.helpers.mesa_systems import HEADS, KEYS, systems
+from tests.helpers.op_cases import (
     assert_close,
     cast_floating,
     evaluator,
@@ -18,11 +23,6 @@ from op_cases import (
     rounded,
     while_loops,
 )
-
-from mesanet_kernels import partition
-from mesanet_kernels.gpu import tiles
-from mesanet_kernels.ops.mesa import pallas_gpu, solve_gpu
-from mesanet_kernels.shapes import example
 
 LIMIT = 5e-3  # bfloat16 inputs, kernel-api.md
 against_float64 = partial(op_cases.against_float64, mesa, "pallas_gpu")

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from op_cases import random_state
 
 import mesanet_kernels as mk
 from mesanet_kernels.ops.mesa import step_gpu
 from mesanet_kernels.shapes import example
+from tests.helpers.op_cases import random_state
 
 SIZES = dict(B=2, T=1, H=2, K=64, V=128)
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from mesa_systems import HEADS, KEYS, systems
-from op_cases import against_float64, assert_close, evaluate, mesa, relative_errors, rounded, while_loops
-from test_op_tpu import compiler_topology
 
 from mesanet_kernels import partition
-from mesanet_kernels.chunks import ChunkWeights
+from mesanet_kernels.linear_recurrence.chunks import ChunkWeights
 from mesanet_kernels.ops.mesa import pallas_tpu, solve_tpu
 from mesanet_kernels.shapes import WIDE, example
+from tests.helpers.mesa_systems import HEADS, KEYS, systems
+from tests.helpers.op_cases import against_float64, assert_close, evaluate, mesa, relative_errors, rounded, while_loops
+from tests.kernels.test_op_tpu import compiler_topology
 
 LIMIT = 5e-3  # bfloat16 inputs, kernel-api.md
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")

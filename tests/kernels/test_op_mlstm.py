@@ -5,10 +5,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import op_cases as cases
 import pytest
 
 from mesanet_kernels import shapes
+from tests.helpers import op_cases as cases
 
 NAMES = dict(q="q", k="k", v="v", i="input_gate", f="forget_gate")
 GOLDEN = sorted(cases.GOLDEN.glob("mlstm_*.npz"))

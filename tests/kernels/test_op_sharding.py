@@ -5,12 +5,12 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import op_cases as cases
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesanet_kernels import shapes
+from tests.helpers import op_cases as cases
 
 ROWS = P("data", None, "tensor")
 SPECS = {

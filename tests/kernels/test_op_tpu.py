@@ -7,13 +7,13 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import op_cases as cases
 import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
-from test_op_sharding import SPECS
 
 from mesanet_kernels import partition, shapes
+from tests.helpers import op_cases as cases
+from tests.kernels.test_op_sharding import SPECS
 
 SIZES = dict(B=4, T=512, H=4, J=4, K=128, V=128, D=256, W=4, N=64)
 

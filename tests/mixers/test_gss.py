@@ -8,9 +8,10 @@ from flax import nnx
 
 from configs import gss as configs_gss
 from mesanet_jax import config as config_lib
-from mesanet_jax import models, optimizer
+from mesanet_jax import models
 from mesanet_jax.errors import UserError
 from mesanet_jax.mixers import gss
+from mesanet_jax.training import optimizer
 
 E, F, H, N = 16, 24, 6, 64
 

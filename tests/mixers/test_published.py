@@ -10,10 +10,12 @@ import pytest
 from flax import nnx
 from scipy import stats
 
-from configs import backbone, gated_deltanet, gla, griffin, mamba2, mesanet, xlstm
+from configs import gated_deltanet, gla, griffin, mamba2, mesanet, xlstm
 from mesanet_jax import config as config_lib
-from mesanet_jax import models, optimizer, schema
+from mesanet_jax import models, schema
 from mesanet_jax.mixers import MIXERS, gates
+from mesanet_jax.recipes import backbone
+from mesanet_jax.training import optimizer
 
 CONFIGS = {"gated_deltanet": gated_deltanet, "gla": gla, "mamba2": mamba2, "mlstm": xlstm}  # by mixer
 families = pytest.mark.parametrize("family", CONFIGS)

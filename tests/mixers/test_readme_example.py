@@ -11,7 +11,7 @@ import pytest
 from mesanet_jax import config as config_lib
 from mesanet_jax import models
 from mesanet_jax.mixers import MIXERS
-from tests.smoke import ROOT, ragged_batch
+from tests.helpers.smoke import ROOT, ragged_batch
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from mesanet_jax import config as config_lib
 from mesanet_jax import models
 from mesanet_jax.models.remat import POLICIES
-from tests.smoke import FAMILIES, assert_bitwise, ragged_batch, relative_distances, smoke_config
+from tests.helpers.smoke import FAMILIES, assert_bitwise, ragged_batch, relative_distances, smoke_config
 
 families = pytest.mark.parametrize("family", FAMILIES)
 VOCAB = 500  # padded to 512

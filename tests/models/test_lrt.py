@@ -13,8 +13,8 @@ import pytest
 from configs import lrt, maglev
 from mesanet_jax import models
 from mesanet_jax.errors import UserError
-from tests.models.memory_models import DOCUMENTS, B, T, batch_of, build, small_config
-from tests.smoke import relative_distances
+from tests.helpers.memory_models import DOCUMENTS, B, T, batch_of, build, small_config
+from tests.helpers.smoke import relative_distances
 
 SHORT = 6  # tokens of rows whose every position is a turn
 

@@ -18,11 +18,12 @@ import pytest
 from configs import lrt, maglev
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
-from mesanet_jax import models, sampling
-from mesanet_jax import step as step_lib
+from mesanet_jax import models
 from mesanet_jax.errors import UserError
-from tests.models.memory_models import DOCUMENTS, B, T, batch_of, build, noisy, small_config
-from tests.smoke import ragged_batch
+from mesanet_jax.inference import sampling
+from mesanet_jax.training import step as step_lib
+from tests.helpers.memory_models import DOCUMENTS, B, T, batch_of, build, noisy, small_config
+from tests.helpers.smoke import ragged_batch
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "memory_steps.json"
 

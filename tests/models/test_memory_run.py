@@ -5,9 +5,11 @@ import json
 import pytest
 from etils import epath
 
-from mesanet_jax import comparison, evaluate, generate, train, workdir
+from mesanet_jax import evaluate, generate, train
 from mesanet_jax.data.rows import PackedRows
-from mesanet_jax.trackers import read_json_lines
+from mesanet_jax.reporting import comparison
+from mesanet_jax.reporting.trackers import read_json_lines
+from mesanet_jax.runtime import workdir
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from mesanet_jax.errors import UserError
 from mesanet_jax.flops import mean_context
 from mesanet_jax.layers import rotary
 from mesanet_jax.models.nanochat_block import Context, NanochatBlock, attend_rows
-from tests.models.memory_models import B, T, batch_of, build, noisy, small_config
+from tests.helpers.memory_models import B, T, batch_of, build, noisy, small_config
 
 # Published (spec, maglev.md 1.4): 12 x 1280^2 x 20 + 32768 x 1280 in blocks and head, and 896.5M of nanochat itself.
 BLOCKS_AND_HEAD = {"d12": 110_100_480, "d20": 435_159_040}

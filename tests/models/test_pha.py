@@ -14,14 +14,15 @@ from flax import nnx
 from configs import pha
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
-from mesanet_jax import models, optimizer, schedule
-from mesanet_jax import step as step_lib
+from mesanet_jax import models
 from mesanet_jax.data.loader import Batches
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
 from mesanet_jax.models.parallel_block import BLOCKS
-from mesanet_jax.step import BATCH
-from tests.smoke import ragged_batch, relative_distances
+from mesanet_jax.training import optimizer, schedule
+from mesanet_jax.training import step as step_lib
+from mesanet_jax.training.step import BATCH
+from tests.helpers.smoke import ragged_batch, relative_distances
 from tests.test_flops import LENGTH, OPTIONS, ROWS, WIDE, masked_products, unrolled  # noqa: F401
 
 B, T, D = 2, 37, 32

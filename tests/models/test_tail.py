@@ -12,9 +12,9 @@ from configs import gated_deltanet, gla, griffin, mamba2, xlstm
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax import models
-from mesanet_jax import step as step_lib
 from mesanet_jax.models.remat import POLICIES
-from tests.smoke import ragged_batch, relative_distances, smoke_config
+from mesanet_jax.training import step as step_lib
+from tests.helpers.smoke import ragged_batch, relative_distances, smoke_config
 
 SHAPE = {"model.layers": 5, "data.batch_size": 2, "data.seq_len": 24, "model.norm_eps": 1e-3}
 

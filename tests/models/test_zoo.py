@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mesanet_jax import models
-from tests.smoke import FAMILIES, ragged_batch
+from tests.helpers.smoke import FAMILIES, ragged_batch
 from tests.test_golden_configs import CONFIGS
 
 LENGTH = 90  # not a multiple of a chunk, of 64

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels import checks
-from mesanet_kernels.ops.attention import cudnn, reference, span, xla
+from mesanet_kernels.ops.attention import cudnn, reference, xla
 from mesanet_kernels.ops.attention.cache import default_scale
+from mesanet_kernels.ops.attention.sequence_parallel import attention as attention_on_span
 from mesanet_kernels.partition import time_axes
-from mesanet_kernels.sequence import split
+from mesanet_kernels.sequence_parallel import split
 
 
 def _automatic(options, q, k, v, segment_ids):
@@ -28,7 +29,7 @@ def _xla(options, *arrays):
     axes = time_axes(arrays[0].shape[1])
     if not axes:
         return xla.attention(options, *arrays)
-    on_span = lambda rows, whole: (span.attention(options, axes, *rows), whole)
+    on_span = lambda rows, whole: (attention_on_span(options, axes, *rows), whole)
     return split(on_span, arrays, (), axes=axes)[0]
 
 

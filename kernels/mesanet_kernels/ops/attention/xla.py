@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
-from mesanet_kernels.chunks import pad_time
+from mesanet_kernels.linear_recurrence.chunks import pad_time
 from mesanet_kernels.ops.attention.masked import masked_attention
 
 BLOCK = 128

@@ -8,8 +8,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, sequence
-from mesanet_kernels.ops.causal_conv1d import pallas_gpu, reference, span, xla
+from mesanet_kernels import checks, sequence_parallel
+from mesanet_kernels.ops.causal_conv1d import pallas_gpu, reference, xla
+from mesanet_kernels.ops.causal_conv1d.sequence_parallel import MEMORY
 
 
 def _automatic(activation, x, w, *rest):
@@ -66,7 +67,7 @@ def causal_conv1d(x, w, bias=None, *, activation=None, segment_ids=None, initial
         )
     bias = jnp.zeros(w.shape[1:], w.dtype) if bias is None else bias
     tail = initial_state.astype(x.dtype)
-    return sequence.recurrent(partial(run, activation), span.MEMORY, (x,), (w, bias), tail, segment_ids)
+    return sequence_parallel.recurrent(partial(run, activation), MEMORY, (x,), (w, bias), tail, segment_ids)
 
 
 def causal_conv1d_step(x, w, state, *, bias=None, activation=None, implementation=None):

@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mesanet_kernels.checks import require
-from mesanet_kernels.gpu import tiles
 from mesanet_kernels.ops.causal_conv1d import xla
 from mesanet_kernels.partition import on_a_device, partitioned
+from mesanet_kernels.tiles import gpu as tiles
 
 SPAN = 128  # tokens of a program
 # Tokens read ahead; more would take registers from which other programs run meanwhile.

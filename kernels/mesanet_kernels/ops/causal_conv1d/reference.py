@@ -6,8 +6,8 @@ B batch, T time, D channels, W taps.
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
+from mesanet_kernels.linear_recurrence.token_scan import scan_tokens
 from mesanet_kernels.ops.causal_conv1d.xla import ACTIVATIONS
-from mesanet_kernels.recurrence import scan_tokens
 
 
 def causal_conv1d(activation, x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT):

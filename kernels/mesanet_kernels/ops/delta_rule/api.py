@@ -7,8 +7,10 @@ from functools import partial
 
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, chunks, sequence
-from mesanet_kernels.ops.delta_rule import reference, span, xla
+from mesanet_kernels import checks, sequence_parallel
+from mesanet_kernels.linear_recurrence import chunks
+from mesanet_kernels.ops.delta_rule import reference, xla
+from mesanet_kernels.ops.delta_rule.sequence_parallel import advance, summarise
 
 IMPLEMENTATIONS = {"reference": reference.delta_rule, "xla": xla.delta_rule}
 
@@ -47,10 +49,10 @@ def delta_rule(
     dtype = checks.accumulation_dtype(q, k, v)
     log_decay = jnp.zeros(beta.shape, dtype) if log_decay is None else log_decay.astype(dtype)
     state = jnp.zeros([sizes[axis] for axis in "BHKV"], dtype) if initial_state is None else initial_state.astype(dtype)
-    chunk = chunks.pick_chunk(chunk_size, sequence.span_length(sizes["T"]))
-    memory = sequence.Memory(partial(span.summarise, chunk), span.advance)
+    chunk = chunks.pick_chunk(chunk_size, sequence_parallel.span_length(sizes["T"]))
+    memory = sequence_parallel.Memory(partial(summarise, chunk), advance)
     rows = q, k, v, beta.astype(dtype), log_decay
-    return sequence.recurrent(partial(run, chunk), memory, rows, (), state, segment_ids)
+    return sequence_parallel.recurrent(partial(run, chunk), memory, rows, (), state, segment_ids)
 
 
 def delta_rule_step(q, k, v, beta, state, *, log_decay=None, implementation=None):

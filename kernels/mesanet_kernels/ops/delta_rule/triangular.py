@@ -12,8 +12,8 @@ X leading axes, C rows, P diagonal blocks of S rows.
 
 import jax.numpy as jnp
 
-from mesanet_kernels.chunks import product
-from mesanet_kernels.halving import block_rows
+from mesanet_kernels.linear_recurrence.chunks import product
+from mesanet_kernels.linear_recurrence.pairwise_decays import block_rows
 
 
 def unit_lower_inverse(L_XCC):

@@ -7,8 +7,9 @@ from functools import partial
 
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, sequence
-from mesanet_kernels.ops.diagonal_ssm import fft, reference, span, xla
+from mesanet_kernels import checks, sequence_parallel
+from mesanet_kernels.ops.diagonal_ssm import fft, reference, xla
+from mesanet_kernels.ops.diagonal_ssm.sequence_parallel import advance, summarise
 
 IMPLEMENTATIONS = {"reference": reference.diagonal_ssm, "xla": xla.diagonal_ssm, "fft": fft.diagonal_ssm}
 DEFAULT_CHUNK = 32  # the work inside a chunk grows with it, the number of states kept for the backward pass shrinks
@@ -57,9 +58,9 @@ def diagonal_ssm(
         initial_state = [jnp.zeros([sizes[axis] for axis in "BHN"], dtype)] * 2
     state = tuple(x.astype(dtype) for x in initial_state)
     system = tuple(x.astype(dtype) for x in (log_rate, log_frequency, c_re, c_im, skip))
-    chunk = min(chunk_size or DEFAULT_CHUNK, sequence.span_length(sizes["T"]))
-    memory = sequence.Memory(partial(span.summarise, chunk), span.advance)
-    return sequence.recurrent(partial(run, chunk), memory, (u,), system, state, segment_ids)
+    chunk = min(chunk_size or DEFAULT_CHUNK, sequence_parallel.span_length(sizes["T"]))
+    memory = sequence_parallel.Memory(partial(summarise, chunk), advance)
+    return sequence_parallel.recurrent(partial(run, chunk), memory, (u,), system, state, segment_ids)
 
 
 def diagonal_ssm_step(u, log_rate, log_frequency, c_re, c_im, skip, state, *, implementation=None):

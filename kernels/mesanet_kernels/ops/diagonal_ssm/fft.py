@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
-from mesanet_kernels.chunks import product
+from mesanet_kernels.linear_recurrence.chunks import product
 from mesanet_kernels.ops.diagonal_ssm.discretise import zero_order_hold
 from mesanet_kernels.ops.diagonal_ssm.xla import parts, scaled
 from mesanet_kernels.recompute import recomputed

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
+from mesanet_kernels.linear_recurrence.token_scan import scan_tokens
 from mesanet_kernels.ops.diagonal_ssm.discretise import zero_order_hold
-from mesanet_kernels.recurrence import scan_tokens
 
 
 def diagonal_ssm(chunk, u_BTH, log_rate_N, log_frequency_N, c_re_HN, c_im_HN, skip_H, state, segment_ids_BT):

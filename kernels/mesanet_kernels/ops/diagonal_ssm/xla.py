@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
-from mesanet_kernels.chunks import product
+from mesanet_kernels.linear_recurrence.chunks import product
 from mesanet_kernels.ops.diagonal_ssm.discretise import expm1, zero_order_hold
 from mesanet_kernels.recompute import recomputed
 

@@ -8,8 +8,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, chunks, sequence
-from mesanet_kernels.ops.gated_linear_attention import pallas_gpu, pallas_tpu, reference, span, xla
+from mesanet_kernels import checks, sequence_parallel
+from mesanet_kernels.linear_recurrence import chunks
+from mesanet_kernels.ops.gated_linear_attention import pallas_gpu, pallas_tpu, reference, xla
+from mesanet_kernels.ops.gated_linear_attention.sequence_parallel import MEMORY
 
 # What None chooses on a platform, where it can do what the call needs.
 KERNELS = {"cuda": pallas_gpu, "tpu": pallas_tpu}
@@ -70,8 +72,8 @@ def gated_linear_attention(
     dtype = checks.accumulation_dtype(q, k, v)
     beta = jnp.ones(q.shape[:3], dtype) if beta is None else beta.astype(dtype)
     state = jnp.zeros([sizes[axis] for axis in "BHKV"], dtype) if initial_state is None else initial_state.astype(dtype)
-    run = partial(run, chunks.pick_chunk(chunk_size, sequence.span_length(sizes["T"])))
-    return sequence.recurrent(run, span.MEMORY, (q, k, v, log_decay.astype(dtype), beta), (), state, segment_ids)
+    run = partial(run, chunks.pick_chunk(chunk_size, sequence_parallel.span_length(sizes["T"])))
+    return sequence_parallel.recurrent(run, MEMORY, (q, k, v, log_decay.astype(dtype), beta), (), state, segment_ids)
 
 
 def gated_linear_attention_step(q, k, v, log_decay, state, *, beta=None, implementation=None):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-from mesanet_kernels import chunks
+from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.partition import partitioned
 
 AXES = ("BTHK", "BTHK", "BTHV", "BTH", "BTH", "BHKV", "BT")

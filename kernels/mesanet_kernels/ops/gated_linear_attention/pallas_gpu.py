@@ -6,11 +6,12 @@ B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value siz
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import require
-from mesanet_kernels.gpu import recurrence, tiles
-from mesanet_kernels.gpu.gradients import Memory, gradients
-from mesanet_kernels.gpu.readout import readout
-from mesanet_kernels.gpu.weights import chunk_weights
+from mesanet_kernels.linear_recurrence.gpu import recurrence
+from mesanet_kernels.linear_recurrence.gpu.gradients import Memory, gradients
+from mesanet_kernels.linear_recurrence.gpu.readout import readout
+from mesanet_kernels.linear_recurrence.gpu.weights import chunk_weights
 from mesanet_kernels.ops.gated_linear_attention import differentiable
+from mesanet_kernels.tiles import gpu as tiles
 
 CHUNK = tiles.CHUNK
 

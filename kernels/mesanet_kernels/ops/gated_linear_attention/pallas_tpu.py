@@ -6,12 +6,12 @@ B batch, T time, H heads, K key size, V value size.
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import require
+from mesanet_kernels.linear_recurrence.tpu.forward import forward
+from mesanet_kernels.linear_recurrence.tpu.gradients import Memory, gradients
+from mesanet_kernels.linear_recurrence.tpu.states import states
+from mesanet_kernels.linear_recurrence.tpu.weights import chunk_weights
 from mesanet_kernels.ops.gated_linear_attention import differentiable
-from mesanet_kernels.tpu import tiles
-from mesanet_kernels.tpu.forward import forward
-from mesanet_kernels.tpu.gradients import Memory, gradients
-from mesanet_kernels.tpu.states import states
-from mesanet_kernels.tpu.weights import chunk_weights
+from mesanet_kernels.tiles import tpu as tiles
 
 CHUNK = tiles.CHUNK
 SIZES = (64, 128, 192, 256)  # half of the lanes wastes the matrix unit, four states of 256 x 256 are 1 MiB of VMEM

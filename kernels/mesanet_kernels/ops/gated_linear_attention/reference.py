@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
-from mesanet_kernels.recurrence import scan_tokens
+from mesanet_kernels.linear_recurrence.token_scan import scan_tokens
 
 
 def gated_linear_attention(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH, state_BHKV, segment_ids_BT):

@@ -1,7 +1,7 @@
 """Gated linear attention with a decay a key channel, chunk by chunk, in plain XLA (GLA, arXiv 2312.06635, 4.3).
 
 The decay from token s to token t is inside the product q_t . k_s and must be split between its factors. So a chunk is
-halved down to single tokens, and the decay is split at the boundary between two halves (halving.py):
+halved down to single tokens, and the decay is split at the boundary between two halves (pairwise_decays.py):
 
     score(t, s) = sum_k (q_tk e^(since_tk)) (k_sk e^(until_sk))
 
@@ -10,7 +10,7 @@ B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value siz
 
 import jax.numpy as jnp
 
-from mesanet_kernels import chunks, halving
+from mesanet_kernels.linear_recurrence import chunks, pairwise_decays
 
 SMALLEST_PRODUCT = 8  # rows; below it a matrix unit would work on padding, and a sum over channels is fused instead
 
@@ -38,16 +38,16 @@ def gated_linear_attention(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, beta_B
 
 
 def _scores(q_NBHCK, k_NBHCK, log_decay_NBHCK):
-    """q_t . k_s under the decay between them, [N,B,H,C,C], and `halving.between_pairs`'s sums."""
+    """q_t . k_s under the decay between them, [N,B,H,C,C], and `pairwise_decays.between_pairs`'s sums."""
     dtype = q_NBHCK.dtype
 
     def across(since_NBHPSK, until_NBHPSK, size):
-        q_NBHPSK = jnp.exp(since_NBHPSK) * halving.halves(q_NBHCK, size)[1]
-        k_NBHPSK = jnp.exp(until_NBHPSK) * halving.halves(k_NBHCK, size)[0]
+        q_NBHPSK = jnp.exp(since_NBHPSK) * pairwise_decays.halves(q_NBHCK, size)[1]
+        k_NBHPSK = jnp.exp(until_NBHPSK) * pairwise_decays.halves(k_NBHCK, size)[0]
         if size < SMALLEST_PRODUCT:
             return jnp.sum(q_NBHPSK[..., :, None, :] * k_NBHPSK[..., None, :, :], axis=-1)
         q_NBHPSK, k_NBHPSK = q_NBHPSK.astype(dtype), k_NBHPSK.astype(dtype)
         return chunks.product("nbhptk,nbhpsk->nbhpts", q_NBHPSK, k_NBHPSK, since_NBHPSK.dtype)
 
     diagonal_NBHC = jnp.sum(q_NBHCK.astype(log_decay_NBHCK.dtype) * k_NBHCK, axis=-1)
-    return halving.between_pairs(diagonal_NBHC, log_decay_NBHCK, across)
+    return pairwise_decays.between_pairs(diagonal_NBHC, log_decay_NBHCK, across)

@@ -3,7 +3,7 @@
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
 
-from mesanet_kernels import chunks
+from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.gated_linear_attention import vector
 from mesanet_kernels.recompute import recomputed
 

@@ -6,8 +6,9 @@ B batch, T time, D channels.
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, sequence
-from mesanet_kernels.ops.linear_scan import pallas_gpu, pallas_tpu, reference, span, xla
+from mesanet_kernels import checks, sequence_parallel
+from mesanet_kernels.ops.linear_scan import pallas_gpu, pallas_tpu, reference, xla
+from mesanet_kernels.ops.linear_scan.sequence_parallel import MEMORY
 
 KERNELS = {
     "cuda": (pallas_gpu, pallas_gpu.TURN),
@@ -59,7 +60,7 @@ def linear_scan(x, a, *, segment_ids=None, initial_state=None, implementation=No
     segment_ids = checks.segments("linear_scan", segment_ids, sizes)
     dtype = checks.accumulation_dtype(x, a)
     state = jnp.zeros((sizes["B"], sizes["D"]), dtype) if initial_state is None else initial_state.astype(dtype)
-    return sequence.recurrent(run, span.MEMORY, (x, a), (), state, segment_ids)
+    return sequence_parallel.recurrent(run, MEMORY, (x, a), (), state, segment_ids)
 
 
 def linear_scan_step(x, a, state, *, implementation=None):

@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mesanet_kernels.checks import require
-from mesanet_kernels.gpu import tiles
 from mesanet_kernels.ops.linear_scan.differentiable import starts
 from mesanet_kernels.partition import partitioned
+from mesanet_kernels.tiles import gpu as tiles
 
 CHANNELS = 128  # of a block, a thread each
 TURN = 32  # tokens that are copied together: 128 bytes of `starts`, the least

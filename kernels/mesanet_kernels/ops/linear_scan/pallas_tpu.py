@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from mesanet_kernels.checks import require
-from mesanet_kernels.chunks import pad_time
+from mesanet_kernels.linear_recurrence.chunks import pad_time
 from mesanet_kernels.ops.linear_scan import differentiable
 from mesanet_kernels.partition import partitioned
 

@@ -4,7 +4,7 @@ B batch, T time, D channels.
 """
 
 from mesanet_kernels.checks import accumulation_dtype
-from mesanet_kernels.recurrence import scan_tokens
+from mesanet_kernels.linear_recurrence.token_scan import scan_tokens
 
 
 def linear_scan(x_BTD, a_BTD, state_BD, segment_ids_BT):

@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import chunks
+from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.linear_scan import differentiable
 
 

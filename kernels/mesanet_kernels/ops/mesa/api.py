@@ -9,8 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, chunks, sequence
-from mesanet_kernels.ops.mesa import chunked, pallas_gpu, pallas_tpu, reference, span, step_gpu, xla
+from mesanet_kernels import checks, sequence_parallel
+from mesanet_kernels.linear_recurrence import chunks
+from mesanet_kernels.ops.mesa import chunked, pallas_gpu, pallas_tpu, reference, step_gpu, xla
+from mesanet_kernels.ops.mesa.sequence_parallel import MEMORY
 
 KERNELS = {
     "cuda": pallas_gpu,
@@ -99,7 +101,7 @@ def mesa(
 
     dtype = checks.accumulation_dtype(q, k, v)
     state = _initial_state(sizes, dtype) if initial_state is None else tuple(s.astype(dtype) for s in initial_state)
-    chunk = chunks.pick_chunk(chunk_size, sequence.span_length(sizes["T"]))
+    chunk = chunks.pick_chunk(chunk_size, sequence_parallel.span_length(sizes["T"]))
     options = chunked.Options(solver, max_iters, float(tol), chunk)
 
     def outputs_and_state(*arrays):
@@ -107,7 +109,7 @@ def mesa(
         return (o, iterations), final_state
 
     rows, whole = (q, k, v, log_decay.astype(dtype), beta.astype(dtype)), (lam.astype(dtype),)
-    (o, iterations), state = sequence.recurrent(outputs_and_state, span.MEMORY, rows, whole, state, segment_ids)
+    (o, iterations), state = sequence_parallel.recurrent(outputs_and_state, MEMORY, rows, whole, state, segment_ids)
     return MesaOutput(o, state, iterations)
 
 

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from mesanet_kernels import chunks
 from mesanet_kernels.checks import accumulation_dtype
+from mesanet_kernels.linear_recurrence import chunks
 
 
 class Options(NamedTuple):

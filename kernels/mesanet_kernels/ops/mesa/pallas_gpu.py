@@ -14,14 +14,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import optimization_barrier as barrier
 
-from mesanet_kernels import chunks
 from mesanet_kernels.checks import require
-from mesanet_kernels.gpu import recurrence, tiles
-from mesanet_kernels.gpu.gradients import Memory, gradients
-from mesanet_kernels.gpu.readout import readout
-from mesanet_kernels.gpu.states import states
-from mesanet_kernels.gpu.weights import chunk_weights, gates_cotangents
+from mesanet_kernels.linear_recurrence import chunks
+from mesanet_kernels.linear_recurrence.gpu import recurrence
+from mesanet_kernels.linear_recurrence.gpu.gradients import Memory, gradients
+from mesanet_kernels.linear_recurrence.gpu.readout import readout
+from mesanet_kernels.linear_recurrence.gpu.states import states
+from mesanet_kernels.linear_recurrence.gpu.weights import chunk_weights, gates_cotangents
 from mesanet_kernels.ops.mesa import differentiable, solve_gpu
+from mesanet_kernels.tiles import gpu as tiles
 
 CHUNK = tiles.CHUNK
 TWO = (jnp.bfloat16,) * 2  # parts of a state

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from mesanet_kernels import chunks
 from mesanet_kernels.checks import require
+from mesanet_kernels.linear_recurrence import chunks
+from mesanet_kernels.linear_recurrence.tpu.forward import forward
+from mesanet_kernels.linear_recurrence.tpu.gradients import Memory, gradients
+from mesanet_kernels.linear_recurrence.tpu.states import states
+from mesanet_kernels.linear_recurrence.tpu.weights import chunk_weights
 from mesanet_kernels.ops.mesa import differentiable, solve_tpu
-from mesanet_kernels.tpu import tiles
-from mesanet_kernels.tpu.forward import forward
-from mesanet_kernels.tpu.gradients import Memory, gradients
-from mesanet_kernels.tpu.states import states
-from mesanet_kernels.tpu.weights import chunk_weights
+from mesanet_kernels.tiles import tpu as tiles
 
 CHUNK = tiles.CHUNK
 SIZES = (64, 128)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
-from mesanet_kernels.recurrence import scan_tokens
+from mesanet_kernels.linear_recurrence.token_scan import scan_tokens
 
 
 def mesa(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):

@@ -18,9 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mesanet_kernels.gpu import tiles
-from mesanet_kernels.gpu.tiles import BLOCK, CHUNK, ROWS
 from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
+from mesanet_kernels.tiles import gpu as tiles
+from mesanet_kernels.tiles.gpu import BLOCK, CHUNK, ROWS
 
 HALF = jnp.float16
 HALF_BITS = tiles.DROPPED[jnp.dtype(HALF)]

@@ -18,8 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
 from mesanet_kernels.ops.mesa.solver import normalize
-from mesanet_kernels.tpu import tiles
-from mesanet_kernels.tpu.tiles import CHUNK, EXACT, HALF
+from mesanet_kernels.tiles import tpu as tiles
+from mesanet_kernels.tiles.tpu import CHUNK, EXACT, HALF
 
 PARTS = 2  # of directions and of the state
 EXACT_STEPS = 2

@@ -14,10 +14,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mesanet_kernels.checks import require
-from mesanet_kernels.gpu import tiles
 from mesanet_kernels.ops.mesa import xla
 from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
 from mesanet_kernels.partition import partitioned
+from mesanet_kernels.tiles import gpu as tiles
 
 MATRIX = tiles.ROWS
 ROW, COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)  # of a vector that goes down the rows, or along the columns

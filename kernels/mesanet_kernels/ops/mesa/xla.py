@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import chunks
+from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.mesa import chunked as chunked_lib
 from mesanet_kernels.ops.mesa.solver import conjugate_gradients, preconditioned_conjugate_gradients
 

@@ -7,8 +7,10 @@ from functools import partial
 
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, chunks, sequence
-from mesanet_kernels.ops.mlstm import reference, span, xla
+from mesanet_kernels import checks, sequence_parallel
+from mesanet_kernels.linear_recurrence import chunks
+from mesanet_kernels.ops.mlstm import reference, xla
+from mesanet_kernels.ops.mlstm.sequence_parallel import MEMORY
 
 IMPLEMENTATIONS = {"reference": reference.mlstm, "xla": xla.mlstm}
 
@@ -52,9 +54,9 @@ def mlstm(
     if initial_state is None:
         initial_state = [jnp.zeros([sizes[axis] for axis in axes]) for axes in STATE_AXES]
     state = tuple(x.astype(dtype) for x in initial_state)
-    run = partial(run, chunks.pick_chunk(chunk_size, sequence.span_length(sizes["T"])))
+    run = partial(run, chunks.pick_chunk(chunk_size, sequence_parallel.span_length(sizes["T"])))
     rows = q, k, v, input_gate.astype(dtype), forget_gate.astype(dtype)
-    return sequence.recurrent(run, span.MEMORY, rows, (), state, segment_ids)
+    return sequence_parallel.recurrent(run, MEMORY, rows, (), state, segment_ids)
 
 
 def mlstm_step(q, k, v, input_gate, forget_gate, state, *, implementation=None):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
-from mesanet_kernels.recurrence import scan_tokens
+from mesanet_kernels.linear_recurrence.token_scan import scan_tokens
 
 # Below it, what is remembered is lost beside the 1 that the normaliser is at least; above, e^-m and its square exist.
 STABILISER_FLOOR = -40.0

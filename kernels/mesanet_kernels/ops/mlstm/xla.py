@@ -6,7 +6,7 @@ B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value siz
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import chunks
+from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.mlstm.reference import STABILISER_FLOOR, normalise
 from mesanet_kernels.recompute import recomputed
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, sequence
+from mesanet_kernels import checks, sequence_parallel
 from mesanet_kernels.ops.softmax_cross_entropy import reference, xla
 
 IMPLEMENTATIONS = {"reference": reference.softmax_cross_entropy, "xla": xla.softmax_cross_entropy}
@@ -59,5 +59,5 @@ def softmax_cross_entropy(
 
     dtype = checks.accumulation_dtype(hidden)
     weights = jnp.ones(targets.shape, dtype) if weights is None else weights.astype(dtype)
-    options = xla.Options(softcap, vocab_size, min(block_size, sequence.span_length(sizes["T"])))
-    return sequence.by_token(partial(run, options), (hidden, targets, weights), (embedding,))
+    options = xla.Options(softcap, vocab_size, min(block_size, sequence_parallel.span_length(sizes["T"])))
+    return sequence_parallel.by_token(partial(run, options), (hidden, targets, weights), (embedding,))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
-from mesanet_kernels.chunks import pad_time
+from mesanet_kernels.linear_recurrence.chunks import pad_time
 
 MASKED = -1e30  # a logit of probability exactly 0; not -inf, whose differences are NaN
 

@@ -1,0 +1,68 @@
+"""What queries read from the states of a linear recurrence with a scalar decay, on NVIDIA Hopper: one warpgroup a chunk.
+
+    o_t = enter_t S^T q_t + sum_s intra_ts (q_t . k_s) v_s
+
+The gradient of the queries is a readout too: by the cotangents of o, of v's memory, where S is transposed.
+
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mesanet_kernels.tiles import gpu as tiles
+from mesanet_kernels.tiles.gpu import CHUNK
+
+
+def readout(q_parts, k_BTHK, v_BTHV, intra_NBHCC, enter_NBHC, states_parts, *, transposed=False, results=1, scale=1.0):
+    """`scale` o as the sum of `results` bfloat16 parts [B,T,H,V], a tuple.
+
+    Args:
+      q_parts: bfloat16 [B,T,H,K], T = N C, their sum the queries; k_BTHK, v_BTHV: bfloat16.
+      states_parts: bfloat16 [N,B,H,K,V], where `transposed` [N,B,H,V,K], their sum the states.
+    """
+    count, batch, heads, _ = enter_NBHC.shape
+    key_size, value_size = k_BTHK.shape[-1], v_BTHV.shape[-1]
+
+    def readout_of_chunk(q, k, v, intra, enter, states, o, q_s, k_s, v_s, intra_s, enter_s, state_s, more_s, loaded):
+        b, n, h = (lax.axis_index(name) for name in ("row", "chunk", "head"))
+        tokens = pl.ds(n * CHUNK, CHUNK)
+        sources = [x.at[b, tokens, h] for x in (*q, k, v)] + [x.at[n, b, h] for x in (intra, enter, *states)]
+        tiles.fetch(zip(sources, (*q_s, k_s, v_s, intra_s, enter_s, *state_s)), loaded)
+        plgpu.barrier_wait(loaded)
+
+        scores_CC = tiles.product((CHUNK, CHUNK), *tiles.crossed(q_s, tiles.transposed([k_s]))) * tiles.tile(intra_s)
+        inside_CV = tiles.product((CHUNK, value_size), (scores_CC.astype(v_s.dtype), v_s))
+        states_KV = tiles.transposed(state_s) if transposed else state_s
+        before_CV = tiles.product((CHUNK, value_size), *tiles.crossed(q_s, states_KV))
+        o_CV = inside_CV + tiles.per_row(tiles.untiled(enter_s, tiles.ROWS.reduce(1)), value_size) * before_CV
+        plgpu.commit_smem()  # all warps are past the values
+        o_s = (v_s, *more_s)
+        tiles.store(tiles.cut(scale * o_CV, results, v_s.dtype), o_s)
+        plgpu.commit_smem()
+        for source, target in zip(o_s, o):
+            plgpu.copy_smem_to_gmem(source, target.at[b, tokens, h])
+        plgpu.wait_smem_to_gmem(0)
+
+    half = v_BTHV.dtype
+    parts = len(q_parts) + len(states_parts)
+    return tiles.kernel(
+        readout_of_chunk,
+        out_type=(tuple(jax.ShapeDtypeStruct(v_BTHV.shape, half) for _ in range(results)),),
+        grid=(batch, count, heads),
+        grid_names=("row", "chunk", "head"),
+        scratch_types=[
+            [tiles.shared(CHUNK, key_size, dtype=half) for _ in q_parts],
+            tiles.shared(CHUNK, key_size, dtype=half),
+            tiles.shared(CHUNK, value_size, dtype=half),
+            tiles.shared(CHUNK, CHUNK, dtype=jnp.float32),
+            plgpu.SMEM((CHUNK,), jnp.float32),
+            [tiles.shared(*x.shape[-2:], dtype=half) for x in states_parts],
+            [tiles.shared(CHUNK, value_size, dtype=half) for _ in range(results - 1)],
+            plgpu.Barrier(num_arrivals=parts + 4),
+        ],
+        compiler_params=tiles.COMPILER,
+    )(q_parts, k_BTHK, v_BTHV, intra_NBHCC, enter_NBHC, states_parts)[0]

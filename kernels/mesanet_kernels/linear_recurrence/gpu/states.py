@@ -1,0 +1,167 @@
+"""The states that enter each chunk of a linear recurrence with a scalar decay, on NVIDIA Hopper.
+
+    S_0 = initial          S_{n+1} = carry_n S_n + sum_s weight_ns k_ns v_ns^T
+
+One warpgroup carries a block of 64 x 64 of one head's state through all chunks, in float32 registers, while the copy engine
+fetches the chunks ahead. `backwards` walks from the last chunk to the first: the recurrence of the states' cotangents
+is the same one with other names (keys q, weights of the entering state, values do).
+
+A few long rows would leave most of the GPU idle: time is then cut in segments that all run at once, first to learn what
+each adds to the state, then with the state that enters it.
+
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size, D rows or columns of a block, S segments.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mesanet_kernels.tiles import gpu as tiles
+from mesanet_kernels.tiles.gpu import BLOCK, CHUNK
+
+STAGES = 2  # chunks in shared memory: one computed, the others on their way
+PROGRAMS = 512  # that a GPU runs at once: four on each SM
+SHORTEST = 8  # chunks of a segment
+
+
+def states(
+    k_parts,
+    v_parts,
+    weight_NBHC,
+    carry_NBH,
+    initial_BHKV,
+    *,
+    backwards=False,
+    factors=1,
+    stored=(jnp.bfloat16,),
+    symmetric=False,
+):
+    """All S_n and the last one.
+
+    Args:
+      k_parts, v_parts: bfloat16 [B,T,H,K] and [B,T,H,V], T = N C; keys and values are the sums of their parts.
+      factors: the parts in which the weighted values are multiplied: 8 bits of them each.
+      stored: the dtypes of the parts that sum to S_n. float16 gives 11 bits each, of numbers that are the caller's to
+        keep within its range.
+      symmetric: S is, and no one reads the blocks below the diagonal, which are left as the memory was; the last state is
+        whole.
+
+    Returns:
+      (a tuple of [N,B,H,K,V], one a part; the last state [B,H,K,V] float32).
+    """
+    count, batch, heads, _ = weight_NBHC.shape
+    rows, columns = (range(size // BLOCK) for size in initial_BHKV.shape[2:])
+    blocks = [(i, j) for i in rows for j in columns if i <= j or not symmetric]
+    segments = _segments(count, batch * heads * len(blocks))
+    run = functools.partial(
+        _run, k_parts, v_parts, weight_NBHC, carry_NBH, blocks, backwards=backwards, factors=factors
+    )
+    initial_SBHKV = initial_BHKV[None]
+    if segments > 1:
+        _, added_SBHKV = run(jnp.zeros((segments, *initial_BHKV.shape), jnp.float32), stored=())
+        initial_SBHKV = _entering(added_SBHKV, carry_NBH, initial_BHKV, backwards)
+    parts_NBHKV, final_SBHKV = run(initial_SBHKV, stored=stored)
+    final_BHKV = final_SBHKV[0 if backwards else -1]
+    return parts_NBHKV, _mirrored(final_BHKV) if symmetric else final_BHKV
+
+
+def _mirrored(state_BHKK):
+    """With the blocks above the diagonal below it too."""
+    block_K = jnp.arange(state_BHKK.shape[-1]) // BLOCK
+    return jnp.where(block_K[:, None] <= block_K, state_BHKK, state_BHKK.mT)
+
+
+def _segments(count, programs):
+    """In how many segments `count` chunks are computed where a segment has `programs` programs."""
+    segments = 1
+    while 2 * segments * programs <= PROGRAMS and count % (2 * segments) == 0 and count // (2 * segments) >= SHORTEST:
+        segments *= 2
+    return segments
+
+
+def _entering(added_SBHKV, carry_NBH, initial_BHKV, backwards):
+    """The state that enters each segment, of what the segments add."""
+    segments, *sizes = added_SBHKV.shape
+    carry_SBH = jnp.prod(carry_NBH.reshape(segments, -1, *sizes[:2]), axis=1)
+    states, state_BHKV = [None] * segments, initial_BHKV
+    for s in range(segments)[:: -1 if backwards else 1]:
+        states[s] = state_BHKV
+        state_BHKV = carry_SBH[s, ..., None, None] * state_BHKV + added_SBHKV[s]
+    return jnp.stack(states)
+
+
+def _run(k_parts, v_parts, weight_NBHC, carry_NBH, blocks, initial_SBHKV, *, backwards, factors, stored):
+    """`states` in segments, given the state that enters each: its last one too."""
+    count, batch, heads, _ = weight_NBHC.shape
+    segments, *_, key_size, value_size = initial_SBHKV.shape
+    half, steps = k_parts[0].dtype, count // segments
+
+    def states_of_block(k, v, weight, carry, initial, states, final, k_s, v_s, weight_s, more_s, state_s, loaded):
+        b, h, block, segment = (lax.axis_index(name) for name in ("row", "head", "block", "segment"))
+        place = [sum(jnp.where(block == n, at[axis], 0) for n, at in enumerate(blocks)) for axis in (0, 1)]
+        keys, values = (pl.ds(i * BLOCK, BLOCK) for i in place)
+        chunk_of = lambda step: segment * steps + (steps - 1 - step if backwards else step)
+
+        def fetch_chunk(step):
+            n, slot = chunk_of(step), lax.rem(step, STAGES)
+            tokens = pl.ds(n * CHUNK, CHUNK)
+            sources = [x.at[b, tokens, h, part] for x_parts, part in ((k, keys), (v, values)) for x in x_parts]
+            sources.append(weight.at[n, b, h])
+            tiles.fetch(zip(sources, [x.at[slot] for x in (*k_s, *v_s, weight_s)]), loaded.at[slot])
+
+        for step in range(min(STAGES - 1, steps)):
+            fetch_chunk(jnp.int32(step))
+
+        def advance(step, state_DD):
+            n, slot = chunk_of(step), lax.rem(step, STAGES)
+            carried = carry[n, b, h]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if stored:
+                tiles.store(tiles.cut(state_DD, len(stored), stored[0]), state_s)
+            plgpu.barrier_wait(loaded.at[slot])
+            weight_CD = tiles.per_row(tiles.untiled(weight_s.at[slot], tiles.ROWS.reduce(1)), BLOCK)
+            values_s = [x.at[slot] for x in v_s]
+            weighted_CD = weight_CD * tiles.total(values_s)
+            # In the values' place: the less memory a program has, the more of them run at once.
+            weighted_s = [*values_s, *more_s][:factors]
+            tiles.store(tiles.cut(weighted_CD, factors, half), weighted_s)
+            plgpu.commit_smem()
+            for source, target in zip(state_s, states):
+                plgpu.copy_smem_to_gmem(source, target.at[n, b, h, keys, values])
+
+            # Here the warps are past the step before: its slot is free.
+            @pl.when(step + STAGES - 1 < steps)
+            def _():
+                fetch_chunk(step + STAGES - 1)
+
+            keys_DC = tiles.transposed(x.at[slot] for x in k_s)
+            # Not the product's start: the matrix unit cuts sums off, and a state takes thousands of them.
+            return carried * state_DD + tiles.product((BLOCK, BLOCK), *tiles.crossed(keys_DC, weighted_s))
+
+        first_DD = tiles.untiled(initial.at[segment, b, h, keys, values])
+        final[segment, b, h, keys, values] = lax.fori_loop(0, steps, advance, first_DD)
+        plgpu.wait_smem_to_gmem(0)
+
+    states_NBHKV = (count, batch, heads, key_size, value_size)
+    return tiles.kernel(
+        states_of_block,
+        out_type=(
+            tuple(jax.ShapeDtypeStruct(states_NBHKV, dtype) for dtype in stored),
+            jax.ShapeDtypeStruct(initial_SBHKV.shape, jnp.float32),
+        ),
+        grid=(batch, heads, len(blocks), segments),
+        grid_names=("row", "head", "block", "segment"),
+        scratch_types=[
+            [tiles.shared(STAGES, CHUNK, BLOCK, dtype=half) for _ in k_parts],
+            [tiles.shared(STAGES, CHUNK, BLOCK, dtype=half) for _ in v_parts],
+            plgpu.SMEM((STAGES, CHUNK), jnp.float32),
+            [tiles.shared(CHUNK, BLOCK, dtype=half) for _ in range(factors - len(v_parts))],
+            [tiles.shared(BLOCK, BLOCK, dtype=dtype) for dtype in stored],
+            plgpu.Barrier(num_arrivals=len(k_parts) + len(v_parts) + 1, num_barriers=STAGES),
+        ],
+        compiler_params=tiles.COMPILER,
+    )(k_parts, v_parts, weight_NBHC, carry_NBH, initial_SBHKV)

@@ -1,0 +1,100 @@
+"""`ChunkWeights` on TPUs: sums of log decays as products with matrices of ones.
+
+Between tokens s < t lie the decays of s + 1 ... t. Each pair sums its own terms alone (halving.py says why that matters):
+
+    between_ts = sum_j [j <= t] [j > s] g_j          since_t = sum_j [j <= t] g_j
+
+The ones are exact in bfloat16, and a decay is the sum of three parts that are. The first token of a document decays all
+that came before it, which is all that the kernels know of documents.
+
+B batch, T time, N chunks, C tokens of a chunk, H heads.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mesanet_kernels.linear_recurrence import chunks
+from mesanet_kernels.tiles import tpu as tiles
+from mesanet_kernels.tiles.tpu import CHUNK, HALF
+
+
+def chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT):
+    """The `ChunkWeights` of a sequence, float32, in chunks of 128."""
+    begins_BT1 = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])[..., None] != 0
+    floor = chunks.LOG_DECAY_FLOOR  # its exponential is 0
+    log_decay_BTH = jnp.where(begins_BT1, floor, jnp.maximum(log_decay_BTH, floor))
+    rows = (chunks.split(x_BTH, CHUNK)[..., None, :] for x_BTH in (log_decay_BTH, beta_BTH))
+    intra_NBHCC, enter_NBH1C = _weights(*rows)
+    return chunks.ChunkWeights(intra_NBHCC, enter_NBH1C[..., 0, :])
+
+
+@jax.custom_vjp
+def _weights(log_decay_NBH1C, beta_NBH1C):
+    """(intra [N,B,H,C,C], enter [N,B,H,1,C])."""
+
+    def kernel(log_decay, beta, intra, enter):
+        for head in range(log_decay.shape[0]):
+            decay_CC, enter[head] = _decays(log_decay[head])
+            intra[head] = decay_CC * beta[head]
+
+    return _call(kernel, [CHUNK, 1], log_decay_NBH1C, beta_NBH1C)
+
+
+def _save_inputs(*inputs):
+    return _weights(*inputs), inputs
+
+
+def _gradients(inputs, cotangents):
+    def kernel(log_decay, beta, dintra, denter, dlog_decay, dbeta):
+        until, after = _order()
+        for head in range(log_decay.shape[0]):
+            decay_CC, enter_1C = _decays(log_decay[head])
+            ddecay_CC = dintra[head] * decay_CC
+            dbeta[head] = jnp.sum(ddecay_CC, axis=0, keepdims=True)
+            # Pairs s < t that token j, a row here, lies between: a sum over all t >= j, then over all s < j.
+            later_CC = _times_ones(until, ddecay_CC * beta[head], transposed=True)
+            between_C1 = jnp.sum(jnp.where(after, later_CC, 0.0), axis=1, keepdims=True)
+            since_C1 = tiles.column(denter[head] * enter_1C)
+            dlog_decay[head] = tiles.row(between_C1) + jnp.sum(jnp.where(until, since_C1, 0.0), axis=0, keepdims=True)
+
+    return _call(kernel, [1, 1], *inputs, *cotangents)
+
+
+_weights.defvjp(_save_inputs, _gradients)
+
+
+def _decays(log_decay_1C):
+    """What is left at token t (row) of token s, 0 for s > t [C, C], and of the entering state [1, C]."""
+    until, after = _order()
+    log_decay_C1 = tiles.column(log_decay_1C)
+    between_CC = _times_ones(until, jnp.where(after, log_decay_C1, 0.0))
+    since_1C = jnp.sum(jnp.where(~after, log_decay_C1, 0.0), axis=0, keepdims=True)
+    return jnp.where(until, jnp.exp(between_CC), 0.0), jnp.exp(since_1C)
+
+
+def _order():
+    """Whether the token of the column is that of the row or before it; whether it is before it."""
+    token, other = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
+    return other <= token, other < token
+
+
+def _times_ones(ones_CC, x_CC, *, transposed=False):
+    """ones @ x, or ones.T @ x, to float32's precision: three parts of bfloat16 hold all of x."""
+    return tiles.product([ones_CC.astype(HALF)], tiles.cut(x_CC, tiles.EXACT), a_transposed=transposed)
+
+
+def _call(kernel, rows_out, *arrays):
+    """`kernel` on all chunks; its results are [N, B, H, rows, C]."""
+    count, batch, heads = arrays[0].shape[:3]
+    group = next(group for group in tiles.HEADS if heads % group == 0)
+    grid = tiles.Grid(batch, heads, count, group)
+    return pl.pallas_call(
+        kernel,
+        grid=grid.steps,
+        in_specs=[grid.of_chunk(*x.shape[-2:]) for x in arrays],
+        out_specs=[grid.of_chunk(rows, CHUNK) for rows in rows_out],
+        out_shape=[tiles.out(count, batch, heads, rows, CHUNK) for rows in rows_out],
+        compiler_params=tiles.COMPILER,
+    )(*arrays)

@@ -1,0 +1,157 @@
+"""What a compiled step says about a run, as one record (for JSON) and as a page for the console."""
+
+import datetime
+
+from mesanet_jax.aot import collectives, executable, hlo, matmuls, memory
+from mesanet_jax.aot.build import Build
+from mesanet_jax.aot.estimate import estimate, utilisation
+from mesanet_jax.aot.memory import GIBIBYTE
+from mesanet_jax.aot.price import Price
+from mesanet_jax.reporting.progress import duration, short_number
+
+_ACROSS_SLICES = "transfers between slices count as if they took the chips' links; the network between them is slower"
+
+
+def record(build: Build, price: Price | None) -> dict:
+    """Everything that is known of a build, as JSON can hold it; bytes and FLOPs are those of one chip and step."""
+    config, devices = build.config, build.topology.devices
+    result = {
+        "config": config.name,
+        "topology": build.topology.name,
+        "slices": build.topology.slices,
+        "chips": len(devices),
+        "mesh": dict(build.program.mesh.shape),
+        "batch_size": config.data.batch_size,
+        "seq_len": config.data.seq_len,
+        "rows_per_device": config.train.rows_per_device,
+        "accumulation": build.program.accumulation,
+        "remat": config.model.remat,
+        "compile_seconds": build.seconds,
+        "date": datetime.date.today().isoformat(),
+        "versions": executable.versions(build.topology.platform == "tpu"),
+        "memory": memory.measure(build),
+        "memory_limit": memory.limit(build),
+        "fits": memory.fits(build),
+        "model_flops": build.flops / len(devices),
+    }
+    return result if build.executable is None else result | _compiled(build, price)
+
+
+def _compiled(build: Build, price: Price | None) -> dict:
+    module = hlo.parse(build.executable.as_text())
+    return {
+        "matmul_flops": matmuls.flops(module),
+        "xla_flops_loops_once": build.executable.cost_analysis()["flops"],
+        "unknown_loops": hlo.unknown_loops(module),
+        "collectives": {each.kind: {"count": each.count, "bytes": each.bytes} for each in collectives.measure(module)},
+        "estimate": _estimated(build, module, price),
+    }
+
+
+def _estimated(build: Build, module: hlo.Module, price: Price | None) -> dict | None:
+    """[transfers all hidden, none hidden] of what an estimate implies."""
+    guess = estimate(build, module)
+    if guess is None:
+        return None
+    chips, tokens = len(build.topology.devices), build.config.data.batch_size * build.config.data.seq_len
+    result = {
+        "computing_seconds": guess.computing,
+        "transfer_seconds": guess.transfers,
+        "kernels_without": guess.kernels,
+        "others_without": guess.others,
+        "step_seconds": list(guess.seconds),
+        "tokens_per_second": [tokens / seconds for seconds in guess.seconds],
+        "mfu": [utilisation(build, seconds) for seconds in guess.seconds],
+    }
+    if price is not None:
+        costs = [price.per_billion_tokens(speed, chips=chips) for speed in result["tokens_per_second"]]
+        result |= {"dollars_per_billion_tokens": costs, "price": vars(price)}
+    return result
+
+
+def page(facts: dict) -> str:
+    """The record as text."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in facts["mesh"].items())
+    lines = [
+        f"{facts['config']} on {facts['chips']} chips of {facts['topology']}"
+        + (f", {facts['slices']} slices" if facts["slices"] > 1 else "")
+        + f" ({mesh}), compiled in {duration(facts['compile_seconds'])}",
+        f"{facts['batch_size']} x {facts['seq_len']} tokens a step, accumulation {facts['accumulation']},"
+        f" remat {facts['remat']}",
+        "",
+        *_memory_lines(facts),
+        *(_program_lines(facts) if "estimate" in facts else []),
+        *([_ACROSS_SLICES] if facts["slices"] > 1 and facts.get("estimate") else []),
+    ]
+    return "\n".join(lines)
+
+
+def slowest(facts: dict) -> float | None:
+    """The estimated seconds of a step with no transfer hidden, if there is an estimate."""
+    return max(facts["estimate"]["step_seconds"]) if facts.get("estimate") else None
+
+
+def line(facts: dict) -> str:
+    """A candidate among others."""
+    total, seconds = sum(facts["memory"].values()) / GIBIBYTE, slowest(facts)
+    fits = "fits" if facts["fits"] else "does not fit"
+    guess = "" if seconds is None else f"  {seconds:#.3g} s a step (estimate)"
+    return f"remat {facts['remat']:<8} rows {facts['rows_per_device']:>3}  {total:#8.3g} GiB  {fits}{guess}"
+
+
+def _memory_lines(facts: dict) -> list[str]:
+    total, bound = sum(facts["memory"].values()), facts["memory_limit"]
+    rows = [("memory of a chip", "GiB")] + [(kind, f"{size / GIBIBYTE:#.3g}") for kind, size in facts["memory"].items()]
+    if bound is None:
+        verdict = ""
+    elif facts["fits"]:
+        verdict = f"fits: {100 * total / bound:.0f} % of {bound / GIBIBYTE:.2f} GiB"
+    else:
+        verdict = f"DOES NOT FIT in {bound / GIBIBYTE:.2f} GiB; --suggest looks for rows and a remat policy that do"
+    return [*_columns(rows), f"{'total':<24}{total / GIBIBYTE:>#10.3g}  {verdict}".rstrip()]
+
+
+def _program_lines(facts: dict) -> list[str]:
+    lines = ["", *_columns([("a chip and step", "TFLOP")] + [
+        ("the model's", f"{facts['model_flops'] / 1e12:#.3g}"),
+        ("matrix products compiled", f"{facts['matmul_flops'] / 1e12:#.3g}"),
+    ])]  # fmt: skip
+    if facts["unknown_loops"]:
+        lines.append(f"{facts['unknown_loops']} loops end by their data: what is in them is counted once")
+    traffic = [(kind, f"{each['count']}", f"{each['bytes'] / 1e9:#.3g}") for kind, each in facts["collectives"].items()]
+    lines += ["", *_columns([("collectives of a chip", "count", "GB"), *(traffic or [("none", "0", "0")])])]
+    return lines + (_estimate_lines(facts["estimate"]) if facts["estimate"] else [])
+
+
+def _estimate_lines(guess: dict) -> list[str]:
+    both = lambda values, form: " .. ".join(form(value) for value in sorted(values))
+    rows = [
+        ("seconds a step", both(guess["step_seconds"], "{:#.3g}".format)),
+        ("tokens/s", both(guess["tokens_per_second"], short_number)),
+        ("MFU", both(guess["mfu"], lambda value: f"{100 * value:.1f} %")),
+    ]
+    if "price" in guess:
+        rows.append(("$ per billion tokens", both(guess["dollars_per_billion_tokens"], "{:.2f}".format)))
+    lines = [
+        "",
+        "ESTIMATE, not a measurement: cycles that the compiler expects, with the transfers between chips",
+        f"({guess['transfer_seconds']:#.3g} s at full link speed) all hidden or none; nothing else may hold the chips up",
+        *(f"{name:<24}{value:>22}" for name, value in rows),
+    ]
+    if guess["kernels_without"]:
+        lines.append(
+            f"a LOWER bound of the seconds: {guess['kernels_without']} Pallas kernels a step have no estimate and count as"
+            " nothing (nor are their products in the matrix products)"
+        )
+    if guess["others_without"]:
+        lines.append(
+            f"{guess['others_without']} gathers, scatters or sorts a step have no estimate and count as nothing"
+        )
+    if "price" in guess:
+        price = guess["price"]
+        lines.append(f"at ${price['dollars']:.2f} a chip and hour ({price['source']}, {price['date']})")
+    return lines
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    return [f"{name:<24}" + "".join(f"{value:>10}" for value in values) for name, *values in rows]
