@@ -5,10 +5,9 @@ import difflib
 import sys
 from collections.abc import Callable, Mapping
 
-import ml_collections
-
 from mesanet_jax import schema as schema_lib
 from mesanet_jax.errors import UserError
+from mesanet_jax.schema import Config
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,7 +54,7 @@ def parse(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Nam
     return args, overrides
 
 
-def apply_overrides(config: ml_collections.ConfigDict, fields: schema_lib.Schema, overrides: dict[str, str]) -> None:
+def apply_overrides(config: Config, fields: schema_lib.Schema, overrides: dict[str, str]) -> None:
     """Sets each override, parsed by its field's type, in place."""
     flat = schema_lib.flatten(fields)
     for path, text in overrides.items():

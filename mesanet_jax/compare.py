@@ -16,7 +16,6 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import jax
-import ml_collections
 from etils import epath
 
 from mesanet_jax import cli, schema, train
@@ -26,6 +25,7 @@ from mesanet_jax.mixers import MIXERS
 from mesanet_jax.models import MODELS, LanguageModel
 from mesanet_jax.reporting import comparison
 from mesanet_jax.runtime import workdir as workdir_lib
+from mesanet_jax.schema import Config
 from mesanet_jax.training import checkpoint
 
 # What may differ between the runs of a comparison, beside the options of mixers and of kinds of model. The feed-forward
@@ -84,7 +84,7 @@ class Run:
     """One config of the comparison, what is set on it, and its directory."""
 
     spec: str
-    config: ml_collections.ConfigDict
+    config: Config
     workdir: epath.Path
     overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -176,7 +176,7 @@ def check_equal(runs: Sequence[Run]) -> None:
             )
 
 
-def _compared(config: ml_collections.ConfigDict) -> dict:
+def _compared(config: Config) -> dict:
     """The values that must be equal in every run of a comparison."""
     return {path: value for path, value in schema.flatten(config).items() if path not in FREE | OPTIONS}
 

@@ -9,7 +9,7 @@ from mesanet_jax import cli
 from mesanet_jax import schema as schema_lib
 from mesanet_jax.errors import UserError
 from mesanet_jax.models import MODELS
-from mesanet_jax.schema import Field
+from mesanet_jax.schema import Config, Field
 from mesanet_jax.training import muon, optimizer, schedule
 
 RUN = {
@@ -104,14 +104,14 @@ def schema(kind: str, pattern: tuple[str, ...]) -> schema_lib.Schema:
     return {**RUN, "model": model}
 
 
-def default_config(pattern: tuple[str, ...], *, kind: str = "language_model") -> ml_collections.ConfigDict:
+def default_config(pattern: tuple[str, ...], *, kind: str = "language_model") -> Config:
     """The defaults of a run; config files set values on it."""
     config = schema_lib.build(schema(kind, pattern))
     config.model.pattern, config.model.kind = pattern, kind
     return config
 
 
-def load(spec: str, overrides: dict[str, str]) -> ml_collections.ConfigDict:
+def load(spec: str, overrides: dict[str, str]) -> Config:
     """The checked config of `--config=SPEC` and its overrides.
 
     Raises:
@@ -127,7 +127,7 @@ def load(spec: str, overrides: dict[str, str]) -> ml_collections.ConfigDict:
     return config
 
 
-def from_saved(saved: dict, overrides: dict[str, str], *, origin: str) -> ml_collections.ConfigDict:
+def from_saved(saved: dict, overrides: dict[str, str], *, origin: str) -> Config:
     """The checked config of a saved flat {path: value} (`schema.read_json`), plus overrides."""
     try:
         kind, pattern = saved["model.kind"], saved["model.pattern"]
@@ -144,7 +144,7 @@ def from_saved(saved: dict, overrides: dict[str, str], *, origin: str) -> ml_col
     return config
 
 
-def _add_mixers(config: ml_collections.ConfigDict, pattern_text: str) -> None:
+def _add_mixers(config: Config, pattern_text: str) -> None:
     pattern = schema_lib.parse(Field(("",), ""), pattern_text, path="model.pattern")
     defaults = default_config(pattern, kind=config.model.kind).model
     with config.unlocked():
@@ -156,7 +156,7 @@ def _add_mixers(config: ml_collections.ConfigDict, pattern_text: str) -> None:
         config.model.pattern = pattern
 
 
-def validate(config: ml_collections.ConfigDict) -> None:
+def validate(config: Config) -> None:
     """The checks of single fields, then those that span fields."""
     schema_lib.check(config, schema(config.model.kind, config.model.pattern))
     model = config.model
@@ -177,7 +177,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
         MODELS[model.kind].MIXERS[name].check(model)
 
 
-def differences(saved: dict, config: ml_collections.ConfigDict) -> tuple[list[str], list[str]]:
+def differences(saved: dict, config: Config) -> tuple[list[str], list[str]]:
     """What differs between a workdir's saved config and this one: (refused on resume, merely reported), one line each."""
     fields = schema_lib.flatten(schema(config.model.kind, config.model.pattern))
     now = {

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import ml_collections
 from tqdm import tqdm
 
 from mesanet_jax import cli, schema
@@ -22,11 +21,12 @@ from mesanet_jax.data.pack_unit import Job
 from mesanet_jax.data.plan import Unit
 from mesanet_jax.data.problems import Problems
 from mesanet_jax.data.schema import SCHEMA
+from mesanet_jax.schema import Config
 
 Records = Iterator[tuple[int, dict[str, Any]]]  # a unit's index and what it gave
 
 
-def prepare(config: ml_collections.ConfigDict) -> dict[str, Any]:
+def prepare(config: Config) -> dict[str, Any]:
     """Runs a preparation to its end and returns its manifest. Raises UserError for what the user can mend."""
     settings.check(config)
     sources = settings.sources(config)
@@ -63,12 +63,12 @@ def prepare(config: ml_collections.ConfigDict) -> dict[str, Any]:
     return done
 
 
-def _job(config: ml_collections.ConfigDict, settings_hash: str) -> Job:
+def _job(config: Config, settings_hash: str) -> Job:
     shared = {name: config[name] for name in Job.__dataclass_fields__ if name in SCHEMA}
     return Job(settings_hash=settings_hash, tokenizer_kind=config.tokenizer.kind, **shared)
 
 
-def _all(config: ml_collections.ConfigDict, job: Job, units: list[Unit], bar: "_Bar") -> Records:
+def _all(config: Config, job: Job, units: list[Unit], bar: "_Bar") -> Records:
     """Every unit: those an earlier run finished, then the others, by a pool, as they finish."""
     sizes = Directory(job.output).sizes()
     todo = []
@@ -90,7 +90,7 @@ def _indexed(job: Job, unit: Unit, report: pool.Report) -> tuple[int, dict[str, 
     return unit.index, pack_unit.pack_unit(job, unit, report)
 
 
-def _limited(config: ml_collections.ConfigDict, job: Job, units: list[Unit], bar: "_Bar") -> Records:
+def _limited(config: Config, job: Job, units: list[Unit], bar: "_Bar") -> Records:
     """The units of the first `limit_documents` training documents, one after the other; other splits whole."""
     left = config.limit_documents
     for unit in units:

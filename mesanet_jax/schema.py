@@ -14,7 +14,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_collections
 
@@ -49,6 +49,12 @@ class Field:
 
 Schema = Mapping[str, "Field | Schema"]
 
+if TYPE_CHECKING:
+    # The fields of a config are declared by a `Schema` at run time, so a type checker cannot know them.
+    Config = Any
+else:
+    Config = ml_collections.ConfigDict
+
 
 def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
     """{'a': {'b': 1}} -> {'a.b': 1}, for schemas, configs and plain dicts alike."""
@@ -62,7 +68,7 @@ def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def build(schema: Schema) -> ml_collections.ConfigDict:
+def build(schema: Schema) -> Config:
     """The locked ConfigDict of a schema's defaults."""
 
     def values(node: Schema) -> dict:
@@ -137,7 +143,7 @@ _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "
 _PARSERS = {int: _parse_int, float: _parse_float, bool: _parse_bool, str: str, tuple: _parse_tuple}
 
 
-def check(config: ml_collections.ConfigDict, schema: Schema, *, prefix: str = "config.") -> None:
+def check(config: Config, schema: Schema, *, prefix: str = "config.") -> None:
     """Every declared field present, no other, each within its choices and bounds."""
     fields, values = flatten(schema), flatten(config)
     for path, value in values.items():
@@ -168,7 +174,7 @@ def _has_type(value: Any, kind: type) -> bool:
     return type(value) is kind
 
 
-def load_file(spec: str) -> ml_collections.ConfigDict:
+def load_file(spec: str) -> Config:
     """The config of `path.py` or `path.py:argument` (its `get_config`)."""
     name, _, argument = spec.partition(":")
     path = pathlib.Path(name)
@@ -200,7 +206,7 @@ def _one_line(error: Exception) -> str:
     return re.sub(r' Other fields present: ".*}"', "", text)
 
 
-def to_json(config: ml_collections.ConfigDict) -> str:
+def to_json(config: Config) -> str:
     return json.dumps(config.to_dict(), indent=2) + "\n"
 
 

@@ -6,12 +6,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import ml_collections
-
 from mesanet_jax.data.files import Directory
 from mesanet_jax.data.problems import Problems
 from mesanet_jax.data.tokenizer import Tokenizer
 from mesanet_jax.errors import UserError
+from mesanet_jax.schema import Config
 
 VERSION = 1
 NAME = "manifest.json"
@@ -19,7 +18,7 @@ COUNTS = ("documents", "text_bytes", "words", "tokens", "rows")  # of a split; `
 
 
 def build(
-    records: Sequence[dict[str, Any]], *, config: ml_collections.ConfigDict, settings: dict[str, Any], tokens: Tokenizer
+    records: Sequence[dict[str, Any]], *, config: Config, settings: dict[str, Any], tokens: Tokenizer
 ) -> dict[str, Any]:
     """The manifest of finished units' records, in order. Raises UserError for a split without documents."""
     problems = Problems(on_error="skip", max_errors=sys.maxsize)

@@ -19,7 +19,6 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-import ml_collections
 import numpy as np
 
 from mesanet_jax import schema
@@ -28,7 +27,7 @@ from mesanet_jax.data.files import Directory
 from mesanet_jax.data.schema import SCHEMA as PREPARE_SCHEMA
 from mesanet_jax.data.tokenizer import Bytes
 from mesanet_jax.errors import UserError
-from mesanet_jax.schema import Field
+from mesanet_jax.schema import Config, Field
 
 # Tokens are bytes that can be read: `qhzA7mc ... A7 ...`.
 FILLER, KEYS, VALUES = (
@@ -52,7 +51,7 @@ _SPLITS = ("train", "validation")
 _AT_ONCE = 1024  # rows
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: Config) -> None:
     """Raises UserError for a task that no row can hold."""
     schema.check(config, SCHEMA)
     if not config.output:
@@ -73,7 +72,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         raise UserError(f"config.seq_len={config.seq_len}: must be at least {need}, for {config.pairs} pairs twice")
 
 
-def rows(config: ml_collections.ConfigDict, split: str) -> Iterator[np.ndarray]:
+def rows(config: Config, split: str) -> Iterator[np.ndarray]:
     """The rows of a split in order, a part at a time, [R] of `packing.row_dtype` with answers; the same for a seed always."""
     count = config[f"{split}_rows"]
     shortest = config.shortest_delay if split == "train" else None
@@ -82,7 +81,7 @@ def rows(config: ml_collections.ConfigDict, split: str) -> Iterator[np.ndarray]:
         yield _rows(config, min(_AT_ONCE, count - first), shortest or config.delay, rng=rng)
 
 
-def _rows(config: ml_collections.ConfigDict, count: int, shortest: int, *, rng: np.random.Generator) -> np.ndarray:
+def _rows(config: Config, count: int, shortest: int, *, rng: np.random.Generator) -> np.ndarray:
     length, longest = config.seq_len + 1, config.delay
     delay_R1 = longest if shortest == longest else rng.integers(shortest, longest, size=(count, 1), endpoint=True)
     keys_RP = rng.permuted(np.tile(KEYS, (count, 1)), axis=1)[:, : config.pairs]
@@ -103,11 +102,11 @@ def _rows(config: ml_collections.ConfigDict, count: int, shortest: int, *, rng: 
     return made
 
 
-def _dtype(config: ml_collections.ConfigDict) -> np.dtype:
+def _dtype(config: Config) -> np.dtype:
     return packing.row_dtype(seq_len=config.seq_len, vocab_size=Bytes.vocab_size, answers=True)
 
 
-def write(config: ml_collections.ConfigDict) -> dict[str, Any]:
+def write(config: Config) -> dict[str, Any]:
     """Writes both splits as `mesanet_jax.prepare` would, and returns the manifest.
 
     Raises UserError for an impossible task, and where the directory holds other rows.
@@ -134,7 +133,7 @@ def write(config: ml_collections.ConfigDict) -> dict[str, Any]:
     return done
 
 
-def _write(config: ml_collections.ConfigDict, directory: Directory, split: str) -> dict[str, Any]:
+def _write(config: Config, directory: Directory, split: str) -> dict[str, Any]:
     """The file of a split: what the manifest says of it."""
     name, count, dtype = f"{split}-00000.npy", config[f"{split}_rows"], _dtype(config)
     with directory.writer(name) as stream:

@@ -5,13 +5,12 @@ import itertools
 import json
 from typing import Any
 
-import ml_collections
-
 from mesanet_jax import schema
 from mesanet_jax.data import files, manifest, pack_unit, tokenizer
 from mesanet_jax.data.files import Directory, Source
 from mesanet_jax.data.schema import SCHEMA
 from mesanet_jax.errors import UserError
+from mesanet_jax.schema import Config
 
 NAME = "settings.json"
 _INPUTS = {"train": "input", "validation": "validation_input", "test": "test_input"}
@@ -19,7 +18,7 @@ _INPUTS = {"train": "input", "validation": "validation_input", "test": "test_inp
 _FREE = ("output", "workers", "on_error", "max_errors", *_INPUTS.values())
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: Config) -> None:
     """Raises UserError for a field that is wrong by itself or beside another."""
     schema.check(config, SCHEMA)
     kind, path, joined = config.tokenizer.kind, config.tokenizer.path, config.document == "join"
@@ -41,7 +40,7 @@ def check(config: ml_collections.ConfigDict) -> None:
             raise UserError(f"config.{message}")
 
 
-def sources(config: ml_collections.ConfigDict) -> dict[str, list[Source]]:
+def sources(config: Config) -> dict[str, list[Source]]:
     """The files of each split that has any. Raises UserError for a file in two splits: it would be a leak."""
     found = {
         split: files.expand(config[field], field=f"config.{field}") for split, field in _INPUTS.items() if config[field]
@@ -53,7 +52,7 @@ def sources(config: ml_collections.ConfigDict) -> dict[str, list[Source]]:
     return found
 
 
-def settings(config: ml_collections.ConfigDict, inputs: dict[str, list[Source]]) -> dict[str, Any]:
+def settings(config: Config, inputs: dict[str, list[Source]]) -> dict[str, Any]:
     """What the rows depend on, flat, as it is stored and compared."""
     chosen = {path: value for path, value in schema.flatten(config).items() if path not in _FREE}
     if config.tokenizer.path:

@@ -7,7 +7,6 @@ import io
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-import ml_collections
 import sentencepiece
 
 from mesanet_jax.data import files, formats, pack_unit, tokenizer
@@ -15,12 +14,13 @@ from mesanet_jax.data.files import Directory, Source
 from mesanet_jax.data.problems import Problems
 from mesanet_jax.data.tokenizer import Tokenizer
 from mesanet_jax.errors import UserError
+from mesanet_jax.schema import Config
 
 _LONGEST_SENTENCE = 1 << 16  # bytes; the trainer drops longer ones in silence
 _CUT = _LONGEST_SENTENCE // 4 - 1  # characters, of at most 4 bytes
 
 
-def provide(config: ml_collections.ConfigDict, sources: dict[str, Sequence[Source]], directory: Directory) -> Tokenizer:
+def provide(config: Config, sources: dict[str, Sequence[Source]], directory: Directory) -> Tokenizer:
     """The directory's tokenizer: kept from an earlier run, else copied from `tokenizer.path`, else trained."""
     kind, path = config.tokenizer.kind, config.tokenizer.path
     name = tokenizer.KINDS[kind].file
@@ -31,13 +31,13 @@ def provide(config: ml_collections.ConfigDict, sources: dict[str, Sequence[Sourc
     return pack_unit.load_tokenizer(directory, kind)
 
 
-def _train(config: ml_collections.ConfigDict, sources: Sequence[Source]) -> bytes:
+def _train(config: Config, sources: Sequence[Source]) -> bytes:
     size, count = config.tokenizer.vocab_size, config.tokenizer.train_documents
     print(f"training a sentencepiece BPE of {size} on the first {count} documents", flush=True)
     return train_sentencepiece(itertools.islice(_texts(config, sources), count), vocab_size=size)
 
 
-def _texts(config: ml_collections.ConfigDict, sources: Sequence[Source]) -> Iterator[str]:
+def _texts(config: Config, sources: Sequence[Source]) -> Iterator[str]:
     """The documents of the train split, without the held-out ones."""
     problems = Problems(on_error=config.on_error, max_errors=config.max_errors)
     for source in sources:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import jax
-import ml_collections
 from tqdm import tqdm
 
 from mesanet_jax.errors import UserError
+from mesanet_jax.schema import Config
 
 Scalars = Mapping[str, float]
 
@@ -165,7 +165,7 @@ class Wandb:
         self._run.finish()
 
 
-def make_trackers(config: ml_collections.ConfigDict, workdir: pathlib.Path, *, from_step: int) -> Trackers:
+def make_trackers(config: Config, workdir: pathlib.Path, *, from_step: int) -> Trackers:
     """The trackers of a training run that continues after `from_step`; none on processes other than 0.
 
     Raises:
