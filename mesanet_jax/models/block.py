@@ -12,6 +12,7 @@ from mesanet_jax.flops import Flops, products
 from mesanet_jax.layers import RMSNorm, SwiGLU, fan_in_normal
 from mesanet_jax.mesh import constrain
 from mesanet_jax.mixers import MIXERS
+from mesanet_jax.remat import MIXER_OUTPUT
 
 ACTIVATION = ("batch", "time", None)
 # What comes out of an embedding, split as its vectors are: from here one exchange gives each device its rows. Without this
@@ -37,7 +38,7 @@ class Block(nnx.Module):
         return self._add(x_BTD, self.mixer(self.mixer_norm(x_BTD), segment_ids_BT))
 
     def _add(self, x_BTD, mixed_BTD):
-        x_BTD = x_BTD + checkpoint_name(mixed_BTD, "mixer")
+        x_BTD = x_BTD + checkpoint_name(mixed_BTD, MIXER_OUTPUT)
         return constrain(self._feed_forward(constrain(x_BTD, ACTIVATION)), ACTIVATION)
 
     def observe(self, x_BTD, segment_ids_BT):

@@ -20,6 +20,7 @@ from mesanet_jax.layers import Linear, param, rms_normalize, rotary
 from mesanet_jax.mesh import constrain
 from mesanet_jax.models.block import ACTIVATION
 from mesanet_jax.models.injection import Injection
+from mesanet_jax.remat import MIXER_OUTPUT
 from mesanet_kernels import attention, attention_extend, attention_step, init_attention_state
 
 zeros = jax.nn.initializers.zeros
@@ -138,5 +139,5 @@ class NanochatBlock(nnx.Module):
 
     def __call__(self, x_BTD, context: Context, cache: Any, window: int | None):
         mixed_BTD, cache = self.attention(x_BTD, context, cache, window)
-        x_BTD = constrain(x_BTD + checkpoint_name(mixed_BTD, "mixer"), ACTIVATION)
+        x_BTD = constrain(x_BTD + checkpoint_name(mixed_BTD, MIXER_OUTPUT), ACTIVATION)
         return constrain(x_BTD + self.mlp(rms_normalize(x_BTD, self.eps)), ACTIVATION), cache

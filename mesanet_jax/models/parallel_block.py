@@ -21,6 +21,7 @@ from mesanet_jax.mixers import MIXERS
 from mesanet_jax.models.block import ACTIVATION
 from mesanet_jax.models.feed_forward import FeedForward
 from mesanet_jax.models.mixture import Mixture
+from mesanet_jax.remat import MIXER_OUTPUT
 
 # Which feed-forward branches there are, and what `FeedForward` is given besides the model.
 FEED_FORWARDS = {
@@ -55,7 +56,7 @@ class Branches(nnx.Module):
 
     def __call__(self, x_BTD, segment_ids_BT):
         def run(name, h_BTD):
-            return checkpoint_name(getattr(self, name)(h_BTD, segment_ids_BT), "mixer")
+            return checkpoint_name(getattr(self, name)(h_BTD, segment_ids_BT), MIXER_OUTPUT)
 
         return constrain(self._compose(constrain(x_BTD, ACTIVATION), run), ACTIVATION)
 

@@ -15,7 +15,7 @@ from flax import nnx
 from mesanet_jax.flops import Flops
 from mesanet_jax.layers import stack
 from mesanet_jax.models.block import Group
-from mesanet_jax.models.remat import remat
+from mesanet_jax.remat import remat
 
 
 class Stack(nnx.Module):
@@ -31,7 +31,7 @@ class Stack(nnx.Module):
 
         Args:
           per_group: the pair of what each group is given.
-          policy: what the backward pass recomputes (`mesanet_jax.models.remat`).
+          policy: what the backward pass recomputes (`mesanet_jax.remat`).
           looped: whether the program has the groups once, in a loop, or one after the other. Without a loop what is kept
             for the gradients is not copied to and from arrays of all groups; compilation takes longer.
         """

@@ -12,7 +12,7 @@ import pytest
 
 from mesanet_jax import config as config_lib
 from mesanet_jax import models
-from mesanet_jax.models.remat import POLICIES
+from mesanet_jax.remat import POLICIES
 from tests.helpers.smoke import FAMILIES, assert_bitwise, ragged_batch, relative_distances, smoke_config
 
 families = pytest.mark.parametrize("family", FAMILIES)

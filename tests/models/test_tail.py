@@ -12,7 +12,7 @@ from configs import gated_deltanet, gla, griffin, mamba2, xlstm
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax import models
-from mesanet_jax.models.remat import POLICIES
+from mesanet_jax.remat import POLICIES
 from mesanet_jax.training import step as step_lib
 from tests.helpers.smoke import ragged_batch, relative_distances, smoke_config
 

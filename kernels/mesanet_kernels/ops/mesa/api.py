@@ -37,6 +37,7 @@ IMPLEMENTATIONS = {
     "pallas_tpu": pallas_tpu.mesa,
 }
 SOLVERS = ("cg", "pcg")
+MESA_SOLUTION = "mesa_q_star"  # checkpoint name of the solved systems, for rematerialisation policies
 
 
 class MesaOutput(NamedTuple):
