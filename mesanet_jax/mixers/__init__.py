@@ -1,15 +1,21 @@
 """The sequence mixers by name: what `model.pattern` may list.
 
-A mixer is an `nnx.Module` with the options it declares in `FIELDS` and four calls that compute the same function:
+A mixer is an `nnx.Module` made by `Mixer(model, rngs=rngs)` from the model's config. It declares its own options in
+`FIELDS`, a section of that config under the mixer's name, and `check(model)` refuses options that do not fit together.
+Its calls all compute the same function:
 
-    __call__(x_BTD, segment_ids_BT) -> y_BTD                 whole rows, documents kept apart (training)
-    init_state(batch, max_length=, dtype=) -> state          the memory of an empty past
-    extend(x_BTD, state) -> (y_BTD, state)                   a chunk of one document (prefill)
-    step(x_BD, state) -> (y_BD, state)                       one token (decoding)
+    __call__(x_BTD, segment_ids_BT) -> y_BTD                 whole rows whose documents are kept apart (training)
+    init_state(batch, max_length=, dtype=) -> state          the decoding state before the first token
+    extend(x_BTD, state) -> (y_BTD, state)                   several tokens of one document (prefill)
+    decode_step(x_BD, state) -> (y_BD, state)                one token (decoding)
 
-and `flops_per_token(seq_len)`, its `Flops`, and `check(model)`, which refuses impossible options. One that has something
-to tell about its work has `observe(x_BTD, segment_ids_BT) -> (y_BTD, {name: array})` too. Adding one is a file here, a line below and a config.
+`flops_per_token(seq_len)` returns its `Flops`. A mixer with statistics to report also has
+`with_stats(x_BTD, segment_ids_BT) -> (y_BTD, {name: array})`.
+
+To add a mixer, write its file here, add a line to `MIXERS` and write a config (docs/adding-a-family.md).
 """
+
+from flax import nnx
 
 from mesanet_jax.mixers.attention import Attention
 from mesanet_jax.mixers.delta import DeltaNet, GatedDeltaNet
@@ -21,7 +27,7 @@ from mesanet_jax.mixers.mesa import Mesa
 from mesanet_jax.mixers.mlstm import MLSTM
 from mesanet_jax.mixers.sliding import Sliding
 
-MIXERS = {
+MIXERS: dict[str, type[nnx.Module]] = {
     "attention": Attention,
     "deltanet": DeltaNet,
     "gated_deltanet": GatedDeltaNet,

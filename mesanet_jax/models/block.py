@@ -43,9 +43,9 @@ class Block(nnx.Module):
 
     def observe(self, x_BTD, segment_ids_BT):
         """As a call, with what the mixer tells about its work."""
-        if not hasattr(self.mixer, "observe"):
+        if not hasattr(self.mixer, "with_stats"):
             return self(x_BTD, segment_ids_BT), {}
-        mixed_BTD, seen = self.mixer.observe(self.mixer_norm(x_BTD), segment_ids_BT)
+        mixed_BTD, seen = self.mixer.with_stats(self.mixer_norm(x_BTD), segment_ids_BT)
         return self._add(x_BTD, mixed_BTD), seen
 
     def init_state(self, batch: int, *, max_length: int, dtype):
@@ -56,7 +56,7 @@ class Block(nnx.Module):
         return self._feed_forward(x_BTD + mixed_BTD), state
 
     def step(self, x_BD, state):
-        mixed_BD, state = self.mixer.step(self.mixer_norm(x_BD), state)
+        mixed_BD, state = self.mixer.decode_step(self.mixer_norm(x_BD), state)
         return self._feed_forward(x_BD + mixed_BD), state
 
     def flops_per_token(self, seq_len: int) -> Flops:

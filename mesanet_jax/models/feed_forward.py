@@ -43,7 +43,7 @@ class FeedForward(nnx.Module):
     def __call__(self, x_BTD, segment_ids_BT):
         return self._run(x_BTD)
 
-    def observe(self, x_BTD, segment_ids_BT):
+    def with_stats(self, x_BTD, segment_ids_BT):
         """As a call, with the weights of the two networks."""
         return self._run(x_BTD), {} if self.mixture is None else self.mixture.observe("ffn_mixture")
 
@@ -53,7 +53,7 @@ class FeedForward(nnx.Module):
     def extend(self, x_BTD, state):
         return self._run(x_BTD), state
 
-    def step(self, x_BD, state):
+    def decode_step(self, x_BD, state):
         return self._run(x_BD), state
 
     def flops_per_token(self, seq_len: int) -> Flops:

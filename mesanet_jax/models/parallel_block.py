@@ -68,7 +68,7 @@ class Branches(nnx.Module):
         return self._thread("extend", x_BTD, states)
 
     def step(self, x_BD, states):
-        return self._thread("step", x_BD, states)
+        return self._thread("decode_step", x_BD, states)
 
     def _thread(self, call: str, x, states):
         after = {}
@@ -85,9 +85,9 @@ class Branches(nnx.Module):
 
         def run(name, h_BTD):
             branch = getattr(self, name)
-            if not hasattr(branch, "observe"):
+            if not hasattr(branch, "with_stats"):
                 return branch(h_BTD, segment_ids_BT)
-            y_BTD, seen = branch.observe(h_BTD, segment_ids_BT)
+            y_BTD, seen = branch.with_stats(h_BTD, segment_ids_BT)
             told.update(seen)
             return y_BTD
 

@@ -80,9 +80,7 @@ def attention_step(q, k, v, state, *, window=None, scale=None, implementation=No
     position_1 = state.next_position[None]
     state = _store(state, k, v, position_1)
     visible_11S = _visible(position_1, state.positions, window, state.positions.shape[0])
-    o = attend(
-        q, state.keys.astype(k.dtype), state.values.astype(v.dtype), visible_11S, scale=default_scale(q, scale)
-    )
+    o = attend(q, state.keys.astype(k.dtype), state.values.astype(v.dtype), visible_11S, scale=default_scale(q, scale))
     return o[:, 0].astype(v.dtype), state
 
 
