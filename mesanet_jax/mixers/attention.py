@@ -115,7 +115,7 @@ class Attention(nnx.Module):
         o_BTHK, state = attention_extend(q_BTHK, k_BTGK, v_BTGK, state, window=self.window, scale=self.scale)
         return self._merge(o_BTHK), state
 
-    def step(self, x_BD, state):
+    def decode_step(self, x_BD, state):
         q_BTHK, k_BTGK, v_BTGK = self._project(x_BD[:, None], state.next_position[None])
         o_BHK, state = attention_step(
             q_BTHK[:, 0], k_BTGK[:, 0], v_BTGK[:, 0], state, window=self.window, scale=self.scale

@@ -85,7 +85,7 @@ class GSS(nnx.Module):
     def extend(self, x_BTD, state):
         return self._run(x_BTD, partial(diagonal_ssm, initial_state=state, **self.parallel))
 
-    def step(self, x_BD, state):
+    def decode_step(self, x_BD, state):
         return self._run(x_BD, partial(diagonal_ssm_step, state=state, implementation=self.parallel["implementation"]))
 
     def flops_per_token(self, seq_len: int) -> Flops:

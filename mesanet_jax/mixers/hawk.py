@@ -102,7 +102,7 @@ class Hawk(nnx.Module):
         y_BTD, conv, h = self._run_row(x_BTD, first_T1, segment_ids=None, conv=state.conv, h=state.h)
         return y_BTD, HawkState(conv, h, state.next_position + length)
 
-    def step(self, x_BD, state: HawkState):
+    def decode_step(self, x_BD, state: HawkState):
         def convolve(x_BR, taps_WR, bias_R):
             return causal_conv1d_step(x_BR, taps_WR, state.conv, bias=bias_R)
 

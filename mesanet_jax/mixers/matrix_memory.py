@@ -195,7 +195,7 @@ class Controlled(nnx.Module):
     def extend(self, x_BTD, state: LayerState):
         return self._run_row(x_BTD, state, segment_ids=None)
 
-    def step(self, x_BD, state: LayerState):
+    def decode_step(self, x_BD, state: LayerState):
         convolve = partial(causal_conv1d_step, activation="silu")
         return self._run(x_BD, state, convolve=convolve, mix=self._mix_token)
 

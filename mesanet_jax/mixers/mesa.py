@@ -65,7 +65,7 @@ class Mesa(Controlled):
             segment_ids=segment_ids, initial_state=memory, **self.solve, **self.parallel,
         )  # fmt: skip
 
-    def observe(self, x_BTD, segment_ids_BT):
+    def with_stats(self, x_BTD, segment_ids_BT):
         """The layer's output, and {"solver_iterations": mean steps of each head's solves [H]} where these may differ."""
         seen = {}
 

@@ -36,7 +36,7 @@ def test_decoding_32768_tokens_does_not_drift(name):
     @jax.jit
     def decode(x_BTD):
         def advance(state, x_BD):
-            y_BD, state = mixer.step(x_BD, state)
+            y_BD, state = mixer.decode_step(x_BD, state)
             return state, y_BD
 
         empty = mixer.init_state(1, max_length=LENGTH, dtype=jnp.float32)

@@ -85,7 +85,7 @@ def extend(mixer, x_BTD, state):
 
 @jax.jit
 def step(mixer, x_BD, state):
-    return mixer.step(x_BD, state)
+    return mixer.decode_step(x_BD, state)
 
 
 def steps(mixer, x_BTD, state):
