@@ -244,7 +244,7 @@ def evaluate(
         ahead = mesh_lib.placed(watchdog.watched(bar), mesh)
         result = evaluate_rows(scores, params, ahead, rows.tokenizer.token_bytes())
         first = mesh_lib.placed(itertools.islice(make(), 1), mesh)
-        told = jax.device_get(step_lib.compile_call(model.observe, model, mesh)(params, next(first)))
+        told = jax.device_get(step_lib.compile_call(model.layer_stats, model, mesh)(params, next(first)))
     return Report(
         name=config.name, step=step, split=split, data=config.data.path, fingerprint=rows.fingerprint,
         parameters=model.parameter_count(), seq_len=seq_len,

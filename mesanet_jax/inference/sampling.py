@@ -75,7 +75,7 @@ class Sampler:
 
         def step(params, logits_BV, state, key, index, sampling):
             token_B = sampling.draw(logits_BV, jax.random.fold_in(key, index))
-            return token_B, *model.step(params, token_B, state)
+            return token_B, *model.decode_step(params, token_B, state)
 
         def empty(params, max_length):
             return model.init_state(params, 1, max_length=max_length)

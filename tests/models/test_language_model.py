@@ -60,7 +60,7 @@ def test_loss_is_minus_log_softmax_of_what_decoding_says(family):
 def test_prefill_and_steps(family):
     config, model, params = built(family)
     tokens_BT = ragged_batch(config)["inputs"]
-    extend, step = jax.jit(model.extend), jax.jit(model.step)
+    extend, step = jax.jit(model.extend), jax.jit(model.decode_step)
     wanted_BTV, _ = extend(params, tokens_BT, model.init_state(params, 2, max_length=48))
     _, state = extend(params, tokens_BT[:, :40], model.init_state(params, 2, max_length=48))
     for time in range(40, 48):
@@ -175,7 +175,7 @@ def test_initialisation(family):
     ):  # fmt: skip
         assert jnp.var(kernel) * kernel.shape[1] == pytest.approx(scale, rel=0.05)
         assert len({leaf.tobytes() for leaf in np.asarray(kernel)}) == 4
-    stream_BTD = model.bind(params)._embed(jnp.arange(512)[None])
+    stream_BTD = model.bind(params).embed(jnp.arange(512)[None])
     assert jnp.var(stream_BTD) == pytest.approx(1, rel=0.05)
 
 

@@ -102,7 +102,7 @@ def test_deployed_loss_is_that_of_decoding():
 
 def test_turns_divide_the_row():
     config, model, params, _ = built(turns=3)
-    with pytest.raises(UserError, match="model.turns=3: must divide a row's 20 tokens"):
+    with pytest.raises(UserError, match="model.turns=3: must divide the 20 tokens of a row"):
         model.objective(params, batch_of(config))
 
 

@@ -35,10 +35,10 @@ def built(size="smoke", **values):
 
     def probe(params, batch, memory_BTD):
         bound = model.bind(params)
-        x0_BTD, context = bound._rows(batch["inputs"], batch["segment_ids"])
-        target_BTD, hidden_BTD, _ = bound._two_passes(batch)
+        x0_BTD, context = bound.rows(batch["inputs"], batch["segment_ids"])
+        target_BTD, hidden_BTD, _ = bound.two_passes(batch)
         total_BT, parts = bound.objective(batch, 0.25)
-        given_BTD = bound._decode_rows(x0_BTD, context, bound._shift(memory_BTD, batch["segment_ids"]))
+        given_BTD = bound.run_with_memory(x0_BTD, context, bound.read_memory(memory_BTD, batch["segment_ids"]))
         return {"target": target_BTD, "hidden": hidden_BTD, "total": total_BT, "given": given_BTD, **parts}
 
     return config, model, params, jax.jit(probe), jax.jit(model.scores)
@@ -132,7 +132,7 @@ def test_parallel_is_stepwise_given_the_same_memory():
 
         def one(state, given):
             token_B, read_BD = given
-            hidden_B1D, state = bound._advance(token_B[:, None], state._replace(memory_BD=read_BD))
+            hidden_B1D, state = bound.advance(token_B[:, None], state._replace(memory_BD=read_BD))
             return state, hidden_B1D[:, 0]
 
         state = bound.init_state(B, max_length=T)
@@ -190,7 +190,7 @@ def test_generation_uses_the_decoder_alone_and_a_bounded_state():
     broken = params | {"prefiller": jax.tree.map(lambda leaf: leaf * jnp.nan, params["prefiller"])}
     sampler = sampling.Sampler(model)
     _, state = sampler.prefill(broken, batch["inputs"][0, :13].tolist(), max_length=10_000, chunk=8)
-    step = jax.jit(model.step)
+    step = jax.jit(model.decode_step)
     for time in range(13, T):
         logits_1V, state = step(broken, batch["inputs"][:1, time], state)
     nats = -jax.nn.log_softmax(logits_1V)[0, batch["targets"][0, -1]]
@@ -217,7 +217,7 @@ def test_the_memory_at_document_starts(reading):
         assert (one_BT == two_BT).all() == (reading == "reset")
     start_BT = np.pad(DOCUMENTS[:, 1:] != DOCUMENTS[:, :-1], ((0, 0), (1, 0)))
     model = models.build(config.model)
-    read_BTD = model.bind(params)._shift(memory(), DOCUMENTS)
+    read_BTD = model.bind(params).read_memory(memory(), DOCUMENTS)
     wanted_BTD = np.pad(memory()[:, :-1], ((0, 0), (1, 0), (0, 0)))
     if reading == "reset":
         wanted_BTD[start_BT] = 0

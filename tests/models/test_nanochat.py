@@ -88,7 +88,7 @@ def test_initialisation():
 def test_the_block_is_its_equation():
     config = small_config(nanochat)
     model = config.model
-    block = NanochatBlock(model, value_embedding=True, injected=False, rngs=nnx.Rngs(params=0))
+    block = NanochatBlock(model, value_embedding=True, memory=False, rngs=nnx.Rngs(params=0))
     graphdef, params = nnx.split(block)
     block = nnx.merge(graphdef, noisy(params))
     x_BTD = jax.random.normal(jax.random.key(2), (B, T, model.dim))
@@ -125,7 +125,7 @@ def test_training_is_prefill_and_steps():
     @jax.jit
     def decode(params, tokens_BT):
         logits_BTV, state = model.extend(params, tokens_BT[:, :9], model.init_state(params, B, max_length=T))
-        step = lambda state, tokens_B: model.step(params, tokens_B, state)[::-1]
+        step = lambda state, tokens_B: model.decode_step(params, tokens_B, state)[::-1]
         _, rest_TBV = jax.lax.scan(step, state, tokens_BT[:, 9:].T)
         return jnp.concatenate([logits_BTV, jnp.moveaxis(rest_TBV, 0, 1)], axis=1)
 

@@ -74,7 +74,7 @@ def relative(y, wanted):
 
 whole = jax.jit(lambda block, x_BTD, segments_BT: block(x_BTD, segments_BT))
 extend = jax.jit(lambda block, x_BTD, state: block.extend(x_BTD, state))
-step = jax.jit(lambda block, x_BD, state: block.step(x_BD, state))
+step = jax.jit(lambda block, x_BD, state: block.decode_step(x_BD, state))
 ONE_DOCUMENT = jnp.zeros((B, T), jnp.int32)
 DOCUMENTS = jnp.asarray(np.repeat([[0, 1, 2]], [11, 15, 11], axis=1).repeat(B, axis=0))
 
@@ -199,7 +199,7 @@ def test_mixtures_are_told_by_layer():
     config, model, params, _, _ = reference()
     mixing = params["groups"]["block_0"]["mixture"]["mixing"].at[1].set(jnp.array([1.0, 0, -1]))
     block = params["groups"]["block_0"] | {"mixture": {"mixing": mixing}}
-    told = jax.jit(model.observe)(params | {"groups": {"block_0": block}}, ragged_batch(config))
+    told = jax.jit(model.layer_stats)(params | {"groups": {"block_0": block}}, ragged_batch(config))
     names = ["mixture/gss", "mixture/attention", "mixture/ffn"]
     assert set(told) == {*names, "ffn_mixture/primary", "ffn_mixture/auxiliary"}
     weights_LN = np.array([[told[name][layer] for name in names] for layer in range(2)])

@@ -76,7 +76,7 @@ def test_griffin_trains_as_it_decodes():
     batch = ragged_batch(config) | {"segment_ids": np.zeros((2, 64), np.int32), "weights": np.ones((2, 64), np.float32)}
     state = jax.jit(lambda params: model.init_state(params, 2, max_length=64))(params)
     logits, state = jax.jit(model.extend)(params, batch["inputs"][:, :50], state)
-    logits, step = [logits], jax.jit(model.step)
+    logits, step = [logits], jax.jit(model.decode_step)
     for time in range(50, 64):
         one, state = step(params, batch["inputs"][:, time], state)
         logits.append(one[:, None])

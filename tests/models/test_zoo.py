@@ -50,7 +50,7 @@ def test_the_loss_is_that_of_decoding(family):
         prefill_BTV, state = model.extend(params, tokens_BT[:, :PREFILL], state)
 
         def step(state, tokens_B):
-            logits_BV, state = model.step(params, tokens_B, state)
+            logits_BV, state = model.decode_step(params, tokens_B, state)
             return state, logits_BV
 
         _, rest_TBV = jax.lax.scan(step, state, tokens_BT[:, PREFILL:].T)
