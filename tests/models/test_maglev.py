@@ -20,7 +20,7 @@ from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax import models
 from mesanet_jax.errors import UserError
-from mesanet_jax.inference import sampling
+from mesanet_jax.inference.sampler import Sampler
 from mesanet_jax.training import step as step_lib
 from tests.helpers.memory_models import DOCUMENTS, B, T, batch_of, build, noisy, small_config
 from tests.helpers.smoke import ragged_batch
@@ -188,7 +188,7 @@ def test_generation_uses_the_decoder_alone_and_a_bounded_state():
     config, model, params, _, scores = built()
     batch = batch_of(config)
     broken = params | {"prefiller": jax.tree.map(lambda leaf: leaf * jnp.nan, params["prefiller"])}
-    sampler = sampling.Sampler(model)
+    sampler = Sampler(model)
     _, state = sampler.prefill(broken, batch["inputs"][0, :13].tolist(), max_length=10_000, chunk=8)
     step = jax.jit(model.decode_step)
     for time in range(13, T):
