@@ -42,8 +42,8 @@ class Sampling:
 def truncate(logits_BV: jax.Array, *, top_k: int, top_p: float) -> jax.Array:
     """Sets logits to -inf except those of the most likely tokens.
 
-    The `top_k` most likely tokens are kept, and of these the fewest whose probabilities sum to at least `top_p` (nucleus
-    sampling, arXiv 1904.09751). Tokens that tie with the least likely one kept are kept too.
+    The `top_k` most likely tokens are kept, and of these the fewest whose probabilities sum to at least `top_p`
+    (nucleus sampling, arXiv 1904.09751). Tokens that tie with the least likely one kept are kept too.
     """
     if 0 < top_k < logits_BV.shape[-1]:
         smallest_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]

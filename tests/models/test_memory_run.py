@@ -65,4 +65,4 @@ def test_evaluation_prints_both_and_sweeps_are_exact(run, capsys):
 def test_generation(run, capsys):
     generate.main([f"--workdir={run}", "--prompt=Document 1: the", "--max_tokens=5", "--temperature=0"])
     output = capsys.readouterr()
-    assert output.out.startswith("Document 1: the") and "bytes a sequence" in output.err
+    assert output.out.startswith("Document 1: the") and "bytes per sequence" in output.err
