@@ -121,7 +121,7 @@ def train(
         mine = mesh_lib.local_rows(mesh, config.data.batch_size)
         batches = Batches(rows, config.data.batch_size, seed=config.data.seed, steps=config.steps, positions=mine)
         token_bytes = validation.tokenizer.token_bytes()
-        observed = bool(jax.eval_shape(program.observe, program.state["params"], program.batch))
+        observed = bool(jax.eval_shape(program.layer_stats, program.state["params"], program.batch))
         eval_rows = config.data.batch_size // program.accumulation  # as many as fit at once
 
         def validation_batches():
@@ -138,7 +138,7 @@ def train(
                 scalars = evaluate_rows(program.scores, state["params"], ahead, token_bytes).scalars()
                 if observed:
                     some = mesh_lib.placed(itertools.islice(validation_batches(), 1), mesh)
-                    told = jax.device_get(program.observe(state["params"], next(some)))
+                    told = jax.device_get(program.layer_stats(state["params"], next(some)))
                     scalars |= layer_stats.scalars(told)
                 trackers.log(step, scalars)
                 progress.update(step, scalars)

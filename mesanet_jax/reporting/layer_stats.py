@@ -1,4 +1,4 @@
-"""What layers tell about their work (`Model.observe`): as scalars of the metrics, and drawn by layer, or layer and head.
+"""What layers tell about their work (`Model.layer_stats`): as scalars of the metrics, and drawn by layer, or layer and head.
 
 L layers, H heads.
 """

@@ -30,7 +30,7 @@ class Program:
     """The run's compiled functions, with the shapes and shardings of what they take.
 
     `init(key)` -> state, `train(state, batch)` -> (state, metrics), `scores(params, batch)` -> weighted nats [B,T] in
-    every mode (`Model.scores`), `observe(params, batch)` -> what the layers tell about their work (`Model.observe`).
+    every mode (`Model.scores`), `layer_stats(params, batch)` -> statistics of the layers (`Model.layer_stats`).
     The state is {"step", "params", "opt_state", "skipped"}; `train` consumes (donates) the one that it is given.
     """
 
@@ -41,7 +41,7 @@ class Program:
     init: Any
     train: Any
     scores: Any
-    observe: Any
+    layer_stats: Any
 
 
 def accumulation(config, mesh: jax.sharding.Mesh) -> int:
@@ -88,7 +88,7 @@ def compile_program(config, model: Model, mesh: jax.sharding.Mesh) -> Program:
             compiler_options=_compiler_options(mesh),
         ),
         scores=compile_call(model.scores, model, mesh),
-        observe=compile_call(model.observe, model, mesh),
+        layer_stats=compile_call(model.layer_stats, model, mesh),
     )
 
 

@@ -47,7 +47,7 @@ def test_training_equals_prefill_and_steps(average):
     nats = jax.jit(model.loss)(params, batch)
     state = model.init_state(params, 8, max_length=64)
     logits, state = jax.jit(model.extend)(params, jnp.asarray(batch["inputs"][:, :40]), state)
-    step = jax.jit(model.step)
+    step = jax.jit(model.decode_step)
     logits = [logits]
     for position in range(40, 64):
         one, state = step(params, jnp.asarray(batch["inputs"][:, position]), state)

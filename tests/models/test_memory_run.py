@@ -1,4 +1,4 @@
-"""A Maglev run from training to text: both losses are logged, printed and written, and P alone writes."""
+"""A Maglev run from training to text: both losses are logged, printed and written, and P alone generates."""
 
 import json
 
@@ -14,12 +14,13 @@ from mesanet_jax.runtime import workdir
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tiny_data):
-    """A workdir of three steps."""
+    """The workdir of a run of three updates."""
     workdir = tmp_path_factory.mktemp("maglev") / "run"
     argv = [
-        "--config=configs/maglev.py:smoke", f"--workdir={workdir}", f"--config.data.path={tiny_data}", "--config.steps=3",
-        f"--config.model.vocab_size={PackedRows(tiny_data, 'train').vocab_size}", "--config.model.layers=2",
-        "--config.optimizer.warmup_steps=0", "--config.train.eval_batches=1", "--config.log.tensorboard=false",
+        "--config=configs/maglev.py:smoke", f"--workdir={workdir}", f"--config.data.path={tiny_data}",
+        "--config.steps=3", f"--config.model.vocab_size={PackedRows(tiny_data, 'train').vocab_size}",
+        "--config.model.layers=2", "--config.optimizer.warmup_steps=0", "--config.train.eval_batches=1",
+        "--config.log.tensorboard=false",
     ]  # fmt: skip
     assert train.main(argv) == 0
     return workdir
@@ -65,4 +66,4 @@ def test_evaluation_prints_both_and_sweeps_are_exact(run, capsys):
 def test_generation(run, capsys):
     generate.main([f"--workdir={run}", "--prompt=Document 1: the", "--max_tokens=5", "--temperature=0"])
     output = capsys.readouterr()
-    assert output.out.startswith("Document 1: the") and "bytes a sequence" in output.err
+    assert output.out.startswith("Document 1: the") and "bytes per sequence" in output.err

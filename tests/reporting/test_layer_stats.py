@@ -16,7 +16,7 @@ def told_by(config, tokens_BT, segment_ids_BT):
     model = models.build(config.model)
     params = jax.jit(model.init)(jax.random.key(0))
     batch = {"inputs": jnp.asarray(tokens_BT), "segment_ids": jnp.asarray(segment_ids_BT)}
-    return jax.device_get(jax.jit(model.observe)(params, batch))
+    return jax.device_get(jax.jit(model.layer_stats)(params, batch))
 
 
 @pytest.fixture(scope="module")
