@@ -36,6 +36,7 @@ from mesanet_jax.runtime import distributed, workdir
 from mesanet_jax.runtime.watchdog import Watchdog
 from mesanet_jax.training import checkpoint
 from mesanet_jax.training import step as step_lib
+from mesanet_jax.training.data import check_tokenizer
 
 PROTOCOLS = ("rows", "stream")
 SCORES = ("loss", "perplexity", "bits_per_byte", "foretold")  # of an `Evaluation`, in the JSON
@@ -260,18 +261,6 @@ def inputs(rows: PackedRows, windows: Windows | None, *, size: int, positions: S
     tokens_N, starts_N = stream.read(rows)
     make = partial(stream.batches, tokens_N, starts_N, windows, batch_size=size, positions=positions)
     return -(-windows.count(len(tokens_N)) // size), make
-
-
-def check_tokenizer(rows: PackedRows, directory: epath.Path, *, step: int) -> None:
-    """Raises UserError where `rows` were made with another tokenizer than the checkpoint's training data."""
-    saved = checkpoint.Checkpoints(directory)
-    trained = saved.about(step)["tokenizer"]
-    saved.close()
-    if rows.tokenizer.hash != trained:
-        raise UserError(
-            f"config.data.path: its tokenizer ({rows.tokenizer.hash[:12]}) is not the one that {directory} was trained with"
-            f" ({trained[:12]}); prepare these data with that one, by --config.tokenizer.path"
-        )
 
 
 def batch_size(config, *, devices: int) -> int:

@@ -16,8 +16,8 @@ from mesanet_jax import models, schema
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals.perplexity import Evaluation, position_buckets
 from mesanet_jax.evaluate import FORETOLD, SCORES, file_name, markdown_table
+from mesanet_jax.formatting import short_number
 from mesanet_jax.reporting import plots
-from mesanet_jax.reporting.progress import short_number
 from mesanet_jax.reporting.trackers import read_json_lines
 from mesanet_jax.training import checkpoint
 

@@ -5,6 +5,7 @@ import pytest
 from mesanet_jax import cli, train
 from mesanet_jax.errors import UserError
 from mesanet_jax.runtime import distributed
+from mesanet_jax.training.arguments import parse
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def test_no_cluster_here(monkeypatch):
     args, _ = cli.parse(flags, ["--coordinator=auto"])
     monkeypatch.setattr(distributed.jax.distributed, "initialize", raiser(ValueError("no cluster")))
     monkeypatch.setattr(distributed.jax.config, "update", lambda *_: None)
-    settings = train.parse(["--config=configs/mesanet.py:smoke", "--workdir=w"])[1].processes
+    settings = parse(["--config=configs/mesanet.py:smoke", "--workdir=w"])[1].processes
     remedy = "--coordinator=auto: no cluster .*--coordinator=HOST:PORT --processes=N"
     with pytest.raises(UserError, match=remedy), distributed.joined(args, settings):
         pass
