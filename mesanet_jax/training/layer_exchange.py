@@ -64,9 +64,7 @@ def _exchange_stack(call: Callable, x_LIO: jax.Array, axes: Sequence[str | None]
     return x_LIO[:layers]
 
 
-def _layouts(
-    sides: Sequence[Any], layers: int, mesh: jax.sharding.AbstractMesh
-) -> tuple[int, list[P]]:
+def _layouts(sides: Sequence[Any], layers: int, mesh: jax.sharding.AbstractMesh) -> tuple[int, list[P]]:
     """Returns over how many devices the layers are split, and the layouts from split matrices to whole ones.
 
     `sides` are the mesh axes that split I and O. Mesh axes along which the matrices are replicated take layers of their
