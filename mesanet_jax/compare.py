@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from etils import epath
 
-from mesanet_jax import cli, schema, train
+from mesanet_jax import cli, schema
 from mesanet_jax import config as config_lib
 from mesanet_jax.errors import UserError
 from mesanet_jax.mixers import MIXERS
@@ -27,6 +27,7 @@ from mesanet_jax.reporting import comparison
 from mesanet_jax.runtime import workdir as workdir_lib
 from mesanet_jax.schema import Config
 from mesanet_jax.training import checkpoint
+from mesanet_jax.training.data import open_data
 
 # What may differ between the runs of a comparison, beside the options of mixers and of kinds of model. The feed-forward
 # may, since a larger mixer is made up for by a narrower one (`configs/mamba2.py:440m-published`). The report states it all.
@@ -132,7 +133,7 @@ def load(specs: Sequence[str], overrides: dict[str, str], workdir: epath.Path) -
         runs.append(Run(spec, config, workdir / config.name, mine))
     check_names(runs)
     check_equal(runs)
-    train.open_data(runs[0].config)
+    open_data(runs[0].config)
     for run in runs:
         workdir_lib.check(run.workdir, run.config, begun=bool(run.saved_steps()))
     return runs

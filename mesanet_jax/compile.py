@@ -16,7 +16,7 @@ from mesanet_jax import mesh as mesh_lib
 from mesanet_jax.aot import executable, memory, price, report, suggest, topology
 from mesanet_jax.aot.build import Build, build
 from mesanet_jax.errors import UserError
-from mesanet_jax.reporting.progress import duration
+from mesanet_jax.formatting import duration
 
 
 def main(argv: list[str]) -> int:

@@ -24,6 +24,7 @@ from mesanet_jax.errors import UserError
 from mesanet_jax.runtime import workdir
 from mesanet_jax.training import checkpoint as checkpoint_lib
 from mesanet_jax.training import step as step_lib
+from mesanet_jax.training.resume import initial_state
 from tests.helpers.smoke import ROOT, assert_bitwise
 from tests.helpers.tiny_run import prepare_data
 
@@ -248,7 +249,7 @@ def test_update_that_is_not_finite(runs):
     assert step == 1 and all(np.linalg.norm(leaf) < 100 for leaf in jax.tree.leaves(state["params"]))
 
     limited = runs.run(name, options | {"train.nonfinite": "skip", "train.max_skips": 2})
-    assert limited.status == 1 and "step 4: " in limited.errors and "(3 in a row)" in limited.errors, limited.both
+    assert limited.status == 1 and "step 4: " in limited.errors and "for 3 step(s) in a row" in limited.errors, limited.both
     skipping = runs.run(name, options | {"train.nonfinite": "skip", "train.max_skips": 100})
     assert skipping.status == 0 and "step 8: not finite, update skipped" in skipping.both, skipping.both
     step, after = runs.state(name)
@@ -262,7 +263,7 @@ def test_init_from_takes_the_weights_alone(runs, whole, tmp_path):
     model, mesh = models.build(config.model), mesh_lib.make_mesh((1, 1, 1), jax.devices()[:1])
     program = step_lib.compile_program(config, model, mesh)
     saved = checkpoint_lib.Checkpoints(tmp_path)
-    state, start = train.initial_state(config, program, model, saved, {"data": "other data are fine"})
+    state, start = initial_state(config, program, model, saved, {"data": "another fingerprint"})
     saved.close()
     assert start == 0 and int(state["step"]) == 0
     assert_bitwise(jax.device_get(state["params"]), runs.state(whole)[1]["params"])

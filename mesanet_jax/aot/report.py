@@ -7,7 +7,7 @@ from mesanet_jax.aot.build import Build
 from mesanet_jax.aot.estimate import estimate, utilisation
 from mesanet_jax.aot.memory import GIBIBYTE
 from mesanet_jax.aot.price import Price
-from mesanet_jax.reporting.progress import duration, short_number
+from mesanet_jax.formatting import duration, short_number
 
 _ACROSS_SLICES = "transfers between slices count as if they took the chips' links; the network between them is slower"
 

@@ -16,8 +16,8 @@ from mesanet_jax import models, schema
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals.perplexity import Evaluation, position_buckets
 from mesanet_jax.evaluate import FORETOLD, SCORES, file_name, markdown_table
+from mesanet_jax.formatting import short_number
 from mesanet_jax.reporting import plots
-from mesanet_jax.reporting.progress import short_number
 from mesanet_jax.reporting.trackers import read_json_lines
 from mesanet_jax.training import checkpoint
 
@@ -60,7 +60,7 @@ def evaluation_path(config, workdir: epath.Path, suffix: str) -> epath.Path:
 def read(config, workdir: epath.Path) -> Result:
     """The result of a run that is trained and evaluated; seeds and data are those its last checkpoint was made with."""
     saved = checkpoint.Checkpoints(workdir)
-    about = saved.about(config.steps)
+    metadata = saved.metadata(config.steps)
     saved.close()
     evaluated = json.loads(evaluation_path(config, workdir, ".json").read_text())
     records = read_json_lines(workdir / "metrics.jsonl")
@@ -74,9 +74,9 @@ def read(config, workdir: epath.Path) -> Result:
         tokens_per_second=statistics.median(speeds) if speeds else None,
         memory_gb=max(memory, default=None),
         steps=config.steps,
-        batch=(about["config"]["data"]["batch_size"], about["config"]["data"]["seq_len"]),
-        seed=about["config"]["seed"],
-        order_seed=about["config"]["data"]["seed"],
+        batch=(metadata["config"]["data"]["batch_size"], metadata["config"]["data"]["seq_len"]),
+        seed=metadata["config"]["seed"],
+        order_seed=metadata["config"]["data"]["seed"],
         data=about["data"],
         evaluated_data=evaluated["fingerprint"],
         evaluation=Evaluation(

@@ -1,12 +1,13 @@
 """The console of a long run: a live bar on a terminal, one plain line an update anywhere else."""
 
-import math
 import shutil
 import sys
 import time
 from collections.abc import Mapping
 
 from tqdm import tqdm
+
+from mesanet_jax.formatting import duration, short_number
 
 # What the console shows, in this order (a narrow terminal cuts the end); the trackers get everything.
 FORMATS = {
@@ -80,23 +81,3 @@ class Progress:
 def describe(scalars: Mapping[str, float]) -> str:
     """'loss 2.1234  12.3k tokens/s': those of FORMATS that there are."""
     return "  ".join(form(scalars[name]) for name, form in FORMATS.items() if name in scalars)
-
-
-def duration(seconds: float) -> str:
-    """'42s', '3m05s', '2h07m'."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-
-
-def short_number(value: float) -> str:
-    """'950', '12.3k', '1.20M': three significant digits."""
-    if not math.isfinite(value) or value < 1000:
-        return f"{value:.0f}"
-    for unit in ("k", "M", "G", "T"):
-        value /= 1000
-        if value < 999.5:
-            break
-    return f"{value:#.3g}".rstrip(".") + unit

@@ -141,7 +141,7 @@ def test_step_that_was_not_finished_is_none(bucket):
 
 
 def test_what_cannot_be_a_workdir_is_one_line(bucket, monkeypatch):
-    with pytest.raises(UserError, match="--workdir=s3://b/run: is neither a local directory nor gs://"):
+    with pytest.raises(UserError, match="--workdir=s3://b/run: must be a local directory or gs://"):
         workdir_lib.path("s3://b/run")
     missing = workdir_lib.path("gs://misspelt/run")
     with (
@@ -150,10 +150,10 @@ def test_what_cannot_be_a_workdir_is_one_line(bucket, monkeypatch):
     ):
         pass
     assert "\n" not in str(raised.value)
-    with pytest.raises(UserError, match="^--workdir=gs://misspelt/run: no config.json here"):
+    with pytest.raises(UserError, match="^--workdir=gs://misspelt/run: holds no config.json"):
         workdir_lib.load(missing, {})
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"needs gcsfs: pip install mesanet-jax\[gcs\]"):
+    with pytest.raises(UserError, match=r"needs the package gcsfs: pip install mesanet-jax\[gcs\]"):
         workdir_lib.path("gs://tests/run")
 
 
