@@ -7,7 +7,7 @@ from mesanet_jax import cli
 
 
 def _command(name: str) -> Callable[[], None]:
-    """Return a function without arguments that runs the command `mesanet_jax.NAME` and exits with its status."""
+    """Return a function without arguments that runs the command of this name and exits with its status."""
 
     def run() -> None:
         cli.run(importlib.import_module(f"mesanet_jax.{name}").main)
