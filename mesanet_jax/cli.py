@@ -17,7 +17,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
+def parser(doc: str | None) -> argparse.ArgumentParser:
     return _Parser(description=doc, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 

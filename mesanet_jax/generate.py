@@ -17,10 +17,10 @@ from mesanet_jax import cli, models
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
-from mesanet_jax.evaluate import check_tokenizer
 from mesanet_jax.inference.sampling import Sampler, Sampling, StreamDecoder, state_bytes
 from mesanet_jax.runtime import workdir
 from mesanet_jax.training import checkpoint
+from mesanet_jax.training.data import check_tokenizer
 
 
 def main(argv: list[str]) -> None:

@@ -35,12 +35,14 @@ from mesanet_jax.runtime.preemption import Preemption
 from mesanet_jax.runtime.watchdog import Watchdog
 from mesanet_jax.training import checkpoint as checkpoint_lib
 from mesanet_jax.training import step as step_lib
+from mesanet_jax.training.arguments import parse
+from mesanet_jax.training.data import open_data
 from mesanet_jax.training.throughput import Throughput
 
 
 def main(argv: list[str]) -> int:
     goodput = Goodput()
-    args, config = parse(argv)
+    args, config = parse(argv, doc=__doc__)
     if args.help_config:
         print(schema.describe(config_lib.schema(config.model.kind, config.model.pattern)))
         return 0
@@ -48,20 +50,6 @@ def main(argv: list[str]) -> int:
         data = open_data(config)  # before the workdir is made
         with workdir_lib.lock(args.workdir), Preemption() as preemption:
             return train(config, args.workdir, *data, preemption=preemption, goodput=goodput)
-
-
-def parse(argv: list[str]) -> tuple:
-    """(flags, checked config) of the command; launchers use it too, before they rent anything."""
-    flags = cli.parser(__doc__)
-    flags.add_argument("--config", required=True, help="config file and size, as in configs/mesanet.py:140m")
-    flags.add_argument("--workdir", type=workdir_lib.path, help="where the run lives, also gs://; made if missing")
-    flags.add_argument("--help-config", action="store_true", help="list the fields of the config and exit")
-    distributed.add_flags(flags)
-    args, overrides = cli.parse(flags, argv)
-    config = config_lib.load(args.config, overrides)
-    if args.workdir is None and not args.help_config:
-        raise UserError("--workdir: is missing; name the directory of the run, as --workdir=runs/NAME")
-    return args, config
 
 
 def train(
@@ -196,22 +184,6 @@ def train(
             layer_stats.plot(layer_stats.newest(spool.local / "metrics.jsonl"), workdir / "last", title=config.name)
         progress.message(f"finished: {workdir} holds all {config.steps} steps; curves in {workdir / 'loss.png'}")
     return 0
-
-
-def open_data(config) -> tuple[PackedRows, PackedRows]:
-    """The rows to train on and those to validate on, prepared with this model's vocabulary and row length."""
-    data = config.data
-    if not data.path:
-        raise UserError("config.data.path: is empty; name a directory written by mesanet_jax.prepare")
-    rows = PackedRows(data.path, data.split)
-    for field, wanted, given in (
-        ("data.seq_len", data.seq_len, rows.seq_len),
-        ("model.vocab_size", config.model.vocab_size, rows.vocab_size),
-    ):
-        if wanted != given:
-            remedy = f"set --config.{field}={given} or prepare the data again"
-            raise UserError(f"config.{field}={wanted}, but {data.path} was prepared with {given}; {remedy}")
-    return rows, PackedRows(data.path, data.validation_split)
 
 
 def initial_state(config, program, model, saved: checkpoint_lib.Checkpoints, about: dict) -> tuple:

@@ -13,6 +13,7 @@ from mesanet_jax.data.loader import eval_batches
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals.perplexity import evaluate_rows, position_buckets
+from mesanet_jax.training.data import check_tokenizer
 from tests.helpers.tiny_run import prepare_data, save_run
 
 TOKEN_BYTES = np.array([0, 1, 2, 3])  # id 0 is special
@@ -191,4 +192,4 @@ def test_another_tokenizer_is_refused(run, monkeypatch):
     rows = PackedRows(config.data.path, "train")
     monkeypatch.setattr(type(rows.tokenizer), "hash", "another")
     with pytest.raises(UserError, match="tokenizer"):
-        evaluate.check_tokenizer(rows, workdir, step=8)
+        check_tokenizer(rows, workdir, step=8)

@@ -9,8 +9,9 @@ import shlex
 import subprocess
 import sys
 
-from mesanet_jax import cli, train
+from mesanet_jax import cli
 from mesanet_jax.errors import UserError
+from mesanet_jax.training.arguments import parse as parse_training
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Exit statuses of mesanet_jax.train that starting again does not change: done, diverged, a mistake in the command.
@@ -38,7 +39,7 @@ def parse(flags: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Nam
 
 def check_training(arguments: list[str]) -> None:
     """Raises UserError for what mesanet_jax.train would refuse before it touches data or a device."""
-    args, _ = train.parse(arguments)
+    args, _ = parse_training(arguments)
     if args.coordinator is not None:
         raise UserError("--coordinator: is set by the launcher")
 

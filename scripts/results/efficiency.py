@@ -24,9 +24,9 @@ import numpy as np
 from mesanet_jax import cli, models
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
-from mesanet_jax.evaluate import markdown_table
 from mesanet_jax.inference.sampling import Sampler, Sampling, state_bytes
 from mesanet_jax.reporting import plots
+from mesanet_jax.reporting.tables import markdown_table
 from mesanet_jax.training import step as step_lib
 
 CHUNK = 512  # of a prefill

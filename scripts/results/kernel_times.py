@@ -12,8 +12,8 @@ import jax
 
 from mesanet_jax import cli
 from mesanet_jax.errors import UserError
-from mesanet_jax.evaluate import markdown_table
 from mesanet_jax.reporting import plots
+from mesanet_jax.reporting.tables import markdown_table
 
 # Lines of a device's plane that hold what it executed: of a GPU one a stream, of a TPU one in all. The others repeat it.
 EXECUTED = ("Stream", "XLA Ops")

@@ -17,9 +17,9 @@ import sys
 
 from mesanet_jax import cli, schema
 from mesanet_jax import config as config_lib
-from mesanet_jax.compare import applicable
+from mesanet_jax.comparing.runs import applicable
 from mesanet_jax.data.rows import PackedRows
-from mesanet_jax.evaluate import file_name
+from mesanet_jax.reporting.evaluation_report import file_stem
 from scripts.results.chains import carry_out, module
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -83,7 +83,7 @@ def commands(args, overrides: dict[str, str]) -> tuple[list[str], dict[str, list
 
 def run(spec: str, workdir: pathlib.Path, fields: dict[str, str]) -> list[list[str]]:
     """What trains a model and scores it, if that is not done: `compare`'s own commands, but for the exact evaluation."""
-    if (workdir / "evaluation" / f"{file_name('validation', int(fields['steps']))}.png").exists():
+    if (workdir / "evaluation" / f"{file_stem('validation', int(fields['steps']))}.png").exists():
         return []
     has_memory = "model.deployed_by" in schema.flatten(config_lib.load(spec, {}))
     return [

@@ -18,7 +18,8 @@ import sys
 
 from mesanet_jax import cli
 from mesanet_jax.evals.stream import Windows
-from mesanet_jax.evaluate import file_name, markdown_table
+from mesanet_jax.reporting.evaluation_report import file_stem
+from mesanet_jax.reporting.tables import markdown_table
 from scripts.results.chains import carry_out, module
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -95,7 +96,7 @@ def commands(args, overrides: dict[str, str]) -> tuple[list[str], dict[str, list
 
 
 def stream_json(args, seed: str, variant: str) -> pathlib.Path:
-    name = file_name(args.split, args.steps, WINDOWS)
+    name = file_stem(args.split, args.steps, WINDOWS)
     return args.out / f"seed{seed}" / f"pha-{args.size}{variant}" / "evaluation" / f"{name}.json"
 
 

@@ -10,11 +10,12 @@ a kernel adds in no fixed order. Nothing is written. Exit status 1 if a loss was
 import jax
 import jax.numpy as jnp
 
-from mesanet_jax import cli, models, train
+from mesanet_jax import cli, models
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax.data.loader import Batches
 from mesanet_jax.training import step as step_lib
+from mesanet_jax.training.data import open_data
 
 
 def main(argv: list[str]) -> int:
@@ -24,7 +25,7 @@ def main(argv: list[str]) -> int:
     flags.add_argument("--repeats", type=int, default=4, help="how often each is computed")
     args, overrides = cli.parse(flags, argv)
     config = config_lib.load(args.config, overrides)
-    rows, _ = train.open_data(config)
+    rows, _ = open_data(config)
     mesh = mesh_lib.make_mesh(tuple(config.mesh[axis] for axis in mesh_lib.AXES))
     program = step_lib.compile_program(config, models.build(config.model), mesh)
     copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state))  # an update consumes its state

@@ -20,13 +20,14 @@ import time
 import jax
 import numpy as np
 
-from mesanet_jax import cli, models, train
+from mesanet_jax import cli, models
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax.data.loader import Batches
-from mesanet_jax.evaluate import markdown_table
 from mesanet_jax.reporting import plots
+from mesanet_jax.reporting.tables import markdown_table
 from mesanet_jax.training import step as step_lib
+from mesanet_jax.training.data import open_data
 
 UNTIMED = 3  # steps: the first compiles
 ALONE = "one"
@@ -94,7 +95,7 @@ def measure(config, args) -> dict:
     sizes = dict(zip(mesh_lib.AXES, meshes(args.devices)[args.measure]))
     devices = jax.devices()[: 1 if args.measure == ALONE else args.devices]
     config.data.batch_size, config.train.rows_per_device = args.rows * args.devices, args.rows
-    rows, _ = train.open_data(config)
+    rows, _ = open_data(config)
     mesh = mesh_lib.make_mesh(tuple(sizes.get(axis, 1) for axis in mesh_lib.AXES), devices)
     program = step_lib.compile_program(config, models.build(config.model), mesh)
     batches = Batches(rows, config.data.batch_size, seed=config.data.seed, steps=args.steps)
