@@ -10,11 +10,11 @@ from scripts.results import maglev_results
 
 
 def printed(tmp_path, capsys, *argv) -> list[list[str]]:
-    """What --dry_run prints, with rows of recall in `tmp_path`."""
+    """What --dry-run prints, with rows of recall in `tmp_path`."""
     task = build(recall.SCHEMA)
     task.output, task.seq_len, task.delay, task.train_rows, task.validation_rows = str(tmp_path / "rows"), 64, 40, 8, 8
     recall.write(task)
-    flags = [f"--recall={task.output}", f"--out={tmp_path}", "--data=DATA", "--recall_values=seed=4", "--dry_run"]
+    flags = [f"--recall={task.output}", f"--out={tmp_path}", "--data=DATA", "--recall_values=seed=4", "--dry-run"]
     assert maglev_results.main([*flags, *argv]) == 0
     return [line[2:].split() for line in capsys.readouterr().out.splitlines()]
 
