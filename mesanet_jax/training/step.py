@@ -105,7 +105,7 @@ def compile_program(config: Config, model: Model, mesh: jax.sharding.Mesh) -> Pr
             compiler_options=_compiler_options(mesh),
         ),
         scores=compile_call(model.scores, model, mesh),
-        layer_stats=compile_call(model.observe, model, mesh),
+        layer_stats=compile_call(model.layer_stats, model, mesh),
     )
 
 

@@ -271,8 +271,8 @@ def test_starting_again(tmp_path, bodies, restarts, status, starts):
 
 def test_a_signal_is_passed_on_and_ends_it(tmp_path):
     body = "import signal; signal.signal(15, lambda *_: sys.exit(143)); print('up', flush=True); time.sleep(60)"
-    supervise = f"launch_local.supervise(lambda: {counting(tmp_path, body)!r}, restarts=5, pause=0)"
-    program = f"import sys; from scripts import launch_local; sys.exit({supervise})"
+    supervise = f"local.supervise(lambda: {counting(tmp_path, body)!r}, restarts=5, pause=0)"
+    program = f"import sys; from scripts.launch import local; sys.exit({supervise})"
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
