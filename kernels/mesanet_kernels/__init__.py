@@ -7,12 +7,13 @@ from mesanet_kernels.ops.delta_rule.api import delta_rule, delta_rule_step
 from mesanet_kernels.ops.diagonal_ssm.api import diagonal_ssm, diagonal_ssm_step
 from mesanet_kernels.ops.gated_linear_attention.api import gated_linear_attention, gated_linear_attention_step
 from mesanet_kernels.ops.linear_scan.api import linear_scan, linear_scan_step
-from mesanet_kernels.ops.mesa.api import MesaOutput, mesa, mesa_step
+from mesanet_kernels.ops.mesa.api import MESA_SOLUTION, MesaOutput, mesa, mesa_step
 from mesanet_kernels.ops.mlstm.api import mlstm, mlstm_step
 from mesanet_kernels.ops.softmax_cross_entropy.api import softmax_cross_entropy
 from mesanet_kernels.partition import use_mesh_axes
 
 __all__ = [
+    "MESA_SOLUTION",
     "AttentionState",
     "MesaOutput",
     "attention",

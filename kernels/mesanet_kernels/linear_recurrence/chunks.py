@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels.linear_recurrence.pairwise_decays import between_pairs
+from mesanet_kernels.linear_recurrence.pairwise_decays import pairwise_values
 
 # exp() of it is exactly zero in float32 and float64; clamping there keeps sums of decays finite (0 * inf is NaN).
 LOG_DECAY_FLOOR = -1e4
@@ -63,7 +63,7 @@ def pad_time(x_BT, *, chunk, mode="constant"):
     return jnp.pad(x_BT, padding, mode=mode)
 
 
-def split(x_BTH, chunk):
+def to_chunks(x_BTH, chunk):
     """[B, T, H, ...] -> [N, B, H, C, ...], padding T with zeros."""
     x_BTH = pad_time(x_BTH, chunk=chunk)
     batch, time, *rest = x_BTH.shape
@@ -71,8 +71,8 @@ def split(x_BTH, chunk):
     return jnp.moveaxis(x_BNCH, (1, 3), (0, 2))
 
 
-def join(x_NBHC, length):
-    """[N, B, H, C, ...] -> [B, T, H, ...], the inverse of `split`."""
+def from_chunks(x_NBHC, length):
+    """[N, B, H, C, ...] -> [B, T, H, ...], the inverse of `to_chunks`."""
     x_BNCH = jnp.moveaxis(x_NBHC, (0, 2), (1, 3))
     batch, chunks, chunk, *rest = x_BNCH.shape
     return x_BNCH.reshape(batch, chunks * chunk, *rest)[:, :length]
@@ -81,14 +81,14 @@ def join(x_NBHC, length):
 def chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT, *, chunk):
     """The `ChunkWeights` of a sequence."""
     between_NBHCC, enter_NBHC = log_decays(log_decay_BTH, segment_ids_BT, chunk=chunk)
-    return ChunkWeights(jnp.exp(between_NBHCC) * split(beta_BTH, chunk)[..., None, :], jnp.exp(enter_NBHC))
+    return ChunkWeights(jnp.exp(between_NBHCC) * to_chunks(beta_BTH, chunk)[..., None, :], jnp.exp(enter_NBHC))
 
 
 def log_decays(log_decay_BTH, segment_ids_BT, *, chunk):
     """The `LogDecays` of a sequence."""
-    log_decay_NBHC1 = split(jnp.maximum(log_decay_BTH, LOG_DECAY_FLOOR), chunk)[..., None]
+    log_decay_NBHC1 = to_chunks(jnp.maximum(log_decay_BTH, LOG_DECAY_FLOOR), chunk)[..., None]
     visible_NB1CC, entered_NB1C = visibility(segment_ids_BT, chunk=chunk)
-    between_NBHCC, since_NBHC1, _ = between_pairs(
+    between_NBHCC, since_NBHC1, _ = pairwise_values(
         jnp.zeros_like(log_decay_NBHC1[..., 0]), log_decay_NBHC1, lambda since, until, size: since + until.mT
     )
     return LogDecays(
@@ -99,7 +99,7 @@ def log_decays(log_decay_BTH, segment_ids_BT, *, chunk):
 def visibility(segment_ids_BT, *, chunk):
     """Whether token t sees token s (last axis) of its chunk, [N, B, 1, C, C], and what came before it, [N, B, 1, C]."""
     # The padding belongs to the last document, whose state it must not reset.
-    segment_NB1C = split(pad_time(segment_ids_BT, chunk=chunk, mode="edge")[:, :, None], chunk)
+    segment_NB1C = to_chunks(pad_time(segment_ids_BT, chunk=chunk, mode="edge")[:, :, None], chunk)
     previous_NB11 = jnp.concatenate([segment_NB1C[:1, ..., :1], segment_NB1C[:-1, ..., -1:]])
     same_NB1CC = segment_NB1C[..., :, None] == segment_NB1C[..., None, :]
     return jnp.tri(chunk, dtype=bool) & same_NB1CC, segment_NB1C == previous_NB11

@@ -14,7 +14,7 @@ N chunks, B batch, H heads, C tokens of a chunk, K channels, P pairs of blocks, 
 import jax.numpy as jnp
 
 
-def between_pairs(diagonal_NBHC, log_decay_NBHCK, across):
+def pairwise_values(diagonal_NBHC, log_decay_NBHCK, across):
     """The values of all pairs of tokens of a chunk, and the sums of log decays they were made of.
 
     Args:
@@ -30,27 +30,27 @@ def between_pairs(diagonal_NBHC, log_decay_NBHCK, across):
     chunk = log_decay_NBHCK.shape[3]
     pairs_NBHCS, since_NBHCK, until_NBHCK = diagonal_NBHC[..., None], log_decay_NBHCK, jnp.zeros_like(log_decay_NBHCK)
     for size in (1 << level for level in range(chunk.bit_length() - 1)):
-        pairs, since, until = (halves(x, size) for x in (pairs_NBHCS, since_NBHCK, until_NBHCK))
-        pairs_NBHCS = join(*block_rows(pairs[0], across(since[1], until[0], size), pairs[1]))
+        pairs, since, until = (split_halves(x, size) for x in (pairs_NBHCS, since_NBHCK, until_NBHCK))
+        pairs_NBHCS = merge_halves(*lower_block_rows(pairs[0], across(since[1], until[0], size), pairs[1]))
         first, second = (x[..., -1:, :] for x in since)  # all that a half decays
-        since_NBHCK = join(since[0], first + since[1])
-        until_NBHCK = join(until[0] + second, until[1])
+        since_NBHCK = merge_halves(since[0], first + since[1])
+        until_NBHCK = merge_halves(until[0] + second, until[1])
     return pairs_NBHCS, since_NBHCK, until_NBHCK
 
 
-def halves(x_NBHCX, size):
+def split_halves(x_NBHCX, size):
     """The first and the second `size` of every 2 `size` tokens, [N, B, H, P, S, ...]."""
     pairs = x_NBHCX.reshape(*x_NBHCX.shape[:3], -1, 2, size, x_NBHCX.shape[-1])
     return pairs[..., 0, :, :], pairs[..., 1, :, :]
 
 
-def join(first, second):
-    """The inverse of `halves`."""
+def merge_halves(first, second):
+    """The inverse of `split_halves`."""
     joined = jnp.stack([first, second], axis=-3)
     return joined.reshape(*joined.shape[:3], -1, joined.shape[-1])
 
 
-def block_rows(first, across, second):
+def lower_block_rows(first, across, second):
     """Both rows of [first, 0; across, second]."""
     above = jnp.concatenate([first, jnp.zeros_like(across)], axis=-1)
     return above, jnp.concatenate([across, second], axis=-1)
