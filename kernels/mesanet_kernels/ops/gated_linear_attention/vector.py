@@ -42,8 +42,8 @@ def _scores(q_NBHCK, k_NBHCK, log_decay_NBHCK):
     dtype = q_NBHCK.dtype
 
     def across(since_NBHPSK, until_NBHPSK, size):
-        q_NBHPSK = jnp.exp(since_NBHPSK) * pairwise_decays.split_halves(q_NBHCK, size)[1]
-        k_NBHPSK = jnp.exp(until_NBHPSK) * pairwise_decays.split_halves(k_NBHCK, size)[0]
+        q_NBHPSK = jnp.exp(since_NBHPSK) * pairwise_decays.split_pairs(q_NBHCK, size)[1]
+        k_NBHPSK = jnp.exp(until_NBHPSK) * pairwise_decays.split_pairs(k_NBHCK, size)[0]
         if size < SMALLEST_PRODUCT:
             return jnp.sum(q_NBHPSK[..., :, None, :] * k_NBHPSK[..., None, :, :], axis=-1)
         q_NBHPSK, k_NBHPSK = q_NBHPSK.astype(dtype), k_NBHPSK.astype(dtype)
