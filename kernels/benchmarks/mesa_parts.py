@@ -14,10 +14,11 @@ import jax.numpy as jnp
 
 from mesanet_kernels import mesa, shapes
 from mesanet_kernels.linear_recurrence.gpu import recurrence
-from mesanet_kernels.linear_recurrence.gpu.gradients import Memory, gradients
-from mesanet_kernels.linear_recurrence.gpu.readout import readout
-from mesanet_kernels.linear_recurrence.gpu.weights import chunk_weights
-from mesanet_kernels.ops.mesa import chunked, pallas_gpu
+from mesanet_kernels.linear_recurrence.gpu.gradients import RecurrenceInputsGpu, gradients_gpu
+from mesanet_kernels.linear_recurrence.gpu.readout import readout_gpu
+from mesanet_kernels.linear_recurrence.gpu.weights import chunk_weights_gpu
+from mesanet_kernels.ops.mesa import pallas_gpu
+from mesanet_kernels.ops.mesa.options import MesaOptions
 from mesanet_kernels.tiles import gpu as tiles
 
 CALLS, REPEATS = 8, 5
@@ -55,27 +56,27 @@ def main() -> None:
         raise SystemExit(f"--shape {shape}: its {q.shape[1]} tokens are no whole number of chunks of {tiles.CHUNK}")
     ids = jnp.zeros(q.shape[:2], jnp.int32)
     h_kk, h_kv = (jnp.zeros((sizes["B"], sizes["H"], sizes["K"], size)) for size in (sizes["K"], sizes["V"]))
-    do, options = v[::-1], chunked.Options("cg", 30, 0.0, tiles.CHUNK)
+    do, options = v[::-1], MesaOptions("cg", 30, 0.0, tiles.CHUNK)
     two = pallas_gpu.TWO
     print("| part | ms | GB/s |\n| --- | ---: | ---: |")
 
-    weights = timed("weights", chunk_weights, x["log_decay"], x["beta"], ids)
-    g_parts, _ = timed("states G", partial(recurrence.entering, stored=two), k, v, weights, h_kv)
-    systems, _ = timed("states H of the systems", pallas_gpu.systems_of, k, weights, h_kk)
+    weights = timed("weights", chunk_weights_gpu, x["log_decay"], x["beta"], ids)
+    g_parts, _ = timed("states G", partial(recurrence.entering_states, stored=two), k, v, weights, h_kv)
+    systems, _ = timed("states H of the systems", pallas_gpu.scaled_systems, k, weights, h_kk)
     for tol in TOLERANCES:
-        solve = partial(pallas_gpu.solve, options._replace(tol=tol))
+        solve = partial(pallas_gpu.solve_scaled_systems, options._replace(tol=tol))
         q_star, iterations = timed(f"solve, tol={tol:g}", solve, systems, (q,), k, weights, lam)
         print(f"| (its steps, mean) | {iterations.mean():.1f} | |")
-    timed("readout", readout, q_star, k, v, *weights, g_parts)
-    backwards = partial(readout, transposed=True, results=2)
+    timed("readout", readout_gpu, q_star, k, v, *weights, g_parts)
+    backwards = partial(readout_gpu, transposed=True, results=2)
     dq_star = timed("gradient of the readout", backwards, (do,), v, k, *weights, g_parts)
     e_star, _ = timed(f"second solve, tol={tol:g}", solve, systems, dq_star, k, weights, lam)
-    h_parts, _ = timed("states H", partial(recurrence.entering, factors=2, stored=two), k, k, weights, h_kk)
-    leaving = partial(recurrence.leaving_cotangents, stored=two)
+    h_parts, _ = timed("states H", partial(recurrence.entering_states, factors=2, stored=two), k, k, weights, h_kk)
+    leaving = partial(recurrence.leaving_state_cotangents, stored=two)
     dg_parts, _ = timed("cotangents of G", leaving, q_star, (do,), weights, h_kv)
     dh_parts, _ = timed("cotangents of H", partial(leaving, factors=2), q_star, e_star, weights, h_kk)
-    memories = Memory(v, (do,), g_parts, dg_parts), Memory(k, e_star, h_parts, dh_parts)
-    timed("gradients", gradients, q_star, k, weights.intra_NBHCC, weights.intra_NBHCC[..., -1, :], memories)
+    memories = RecurrenceInputsGpu(v, (do,), g_parts, dg_parts), RecurrenceInputsGpu(k, e_star, h_parts, dh_parts)
+    timed("gradients", gradients_gpu, q_star, k, weights.intra_NBHCC, weights.intra_NBHCC[..., -1, :], memories)
 
     for tol in TOLERANCES:
         forward = lambda inputs, tol=tol: mesa(**inputs, tol=tol, implementation="pallas_gpu").o

@@ -83,9 +83,9 @@ def call(kernel: str):
 
     from mesanet_kernels.linear_recurrence.chunks import ChunkWeights
     from mesanet_kernels.linear_recurrence.tpu import weights
-    from mesanet_kernels.linear_recurrence.tpu.forward import forward
-    from mesanet_kernels.linear_recurrence.tpu.gradients import Memory, gradients
-    from mesanet_kernels.linear_recurrence.tpu.states import states
+    from mesanet_kernels.linear_recurrence.tpu.forward import forward_tpu
+    from mesanet_kernels.linear_recurrence.tpu.gradients import RecurrenceInputsTpu, gradients_tpu
+    from mesanet_kernels.linear_recurrence.tpu.states import states_tpu
     from mesanet_kernels.ops.linear_scan import pallas_tpu as linear_scan
 
     half, wide = (
@@ -96,21 +96,26 @@ def call(kernel: str):
     pairs, row = wide(count, 1, HEADS, CHUNK, CHUNK), wide(count, 1, HEADS, 1, CHUNK)
     of_chunks = ChunkWeights(pairs, wide(count, 1, HEADS, CHUNK))
     state, channels = wide(1, HEADS, SIZE, SIZE), wide(1, count * CHUNK, HEADS * SIZE)
-    one_memory = (Memory(half(*tokens), half(*tokens), half(*squares), state),)
-    two_memories = tuple(Memory(half(*tokens), do, wide(*squares), state) for do in (half(*tokens), wide(*tokens)))
+    one_memory = (RecurrenceInputsTpu(half(*tokens), half(*tokens), half(*squares), state),)
+    two_memories = tuple(
+        RecurrenceInputsTpu(half(*tokens), do, wide(*squares), state) for do in (half(*tokens), wide(*tokens))
+    )
     if kernel.startswith("solve"):
         iterations = int(kernel.removeprefix("solve"))
         return written_out(iterations), (half(*tokens), half(*tokens), of_chunks, wide(HEADS, SIZE), state)
     return {
         "weights": (weights._weights, (row, row)),
         "weights' gradients": (lambda *x: weights._gradients(x[:2], x[2:]), (row, row, pairs, row)),
-        "forward": (forward, (half(*tokens), half(*tokens), half(*tokens), of_chunks, state)),
-        "states": (states, (half(*tokens), half(*tokens), of_chunks, state)),
-        "gradients": (partial(gradients, queries=True), (half(*tokens), half(*tokens), of_chunks, one_memory)),
-        "mesa's readout": (partial(forward, parts=3), (wide(*tokens), half(*tokens), half(*tokens), of_chunks, state)),
-        "mesa's states": (partial(states, dtype=jnp.float32), (half(*tokens), half(*tokens), of_chunks, state)),
+        "forward": (forward_tpu, (half(*tokens), half(*tokens), half(*tokens), of_chunks, state)),
+        "states": (states_tpu, (half(*tokens), half(*tokens), of_chunks, state)),
+        "gradients": (partial(gradients_tpu, queries=True), (half(*tokens), half(*tokens), of_chunks, one_memory)),
+        "mesa's readout": (
+            partial(forward_tpu, parts=3),
+            (wide(*tokens), half(*tokens), half(*tokens), of_chunks, state),
+        ),
+        "mesa's states": (partial(states_tpu, dtype=jnp.float32), (half(*tokens), half(*tokens), of_chunks, state)),
         "mesa's gradients": (
-            partial(gradients, queries=False),
+            partial(gradients_tpu, queries=False),
             (wide(*tokens), half(*tokens), of_chunks, two_memories),
         ),
         "linear_scan": (lambda *x: linear_scan._kernel(*x, reverse=False), (channels, channels, wide(1, HEADS * SIZE))),
@@ -129,7 +134,7 @@ def written_out(iterations: int):
         return state
 
     solve_tpu.lax.while_loop = loop
-    return partial(solve_tpu.solve, max_iters=30, tol=0.0)
+    return partial(solve_tpu.solve_systems_tpu, max_iters=30, tol=0.0)
 
 
 def main() -> None:

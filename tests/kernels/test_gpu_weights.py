@@ -24,7 +24,7 @@ def against_float64(sizes, *boundaries):
     log_decay[0, ::5], log_decay[0, 1::5], log_decay[-1, ::3], log_decay[-1, 1::7] = -np.inf, -1e4, 0.0, -90.0
     call = lambda gates, weigh: weigh(gates["log_decay"], gates["beta"], documents(sizes, *boundaries))
     wanted = evaluate(partial(call, weigh=REFERENCE), gates, dtype=jnp.float64)
-    return evaluate(partial(call, weigh=weights.chunk_weights), gates), wanted
+    return evaluate(partial(call, weigh=weights.chunk_weights_gpu), gates), wanted
 
 
 def assert_exact(found, wanted):

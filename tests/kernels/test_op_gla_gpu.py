@@ -54,7 +54,7 @@ def test_exact_states(monkeypatch, backwards):
     k_BTHK, v_BTHV = (jnp.asarray(draw(1, 128, 1, 64), jnp.bfloat16) for _ in range(2))
     weight_NBHC, carry_NBH, state = abs(draw(2, 1, 1, 64)), abs(draw(2, 1, 1)), draw(1, 1, 64, 64)
     with interpreted(monkeypatch):
-        parts, final = states.states(
+        parts, final = states.states_gpu(
             (k_BTHK,),
             (v_BTHV,),
             weight_NBHC,

@@ -44,7 +44,7 @@ def test_weights(interpreted):
     gates["log_decay"][0, ::5], gates["log_decay"][0, 1::5], gates["log_decay"][1, ::3] = -np.inf, -1e4, 0.0
     segment_ids = documents(sizes, 20, 128)
     of = lambda weigh: evaluate(lambda gates: weigh(gates["log_decay"], gates["beta"], segment_ids), gates)
-    found, wanted = of(weights.chunk_weights), of(partial(chunks.chunk_weights, chunk=pallas_tpu.CHUNK))
+    found, wanted = of(weights.chunk_weights_tpu), of(partial(chunks.chunk_weights, chunk=pallas_tpu.CHUNK))
     assert_close(found, wanted, limit=1e-6)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesanet_kernels import partition
+from mesanet_kernels import MESA_SOLUTION, partition
 from mesanet_kernels.ops.mesa import pallas_gpu, solve_gpu
 from mesanet_kernels.shapes import example
 from mesanet_kernels.tiles import gpu as tiles
@@ -36,7 +36,7 @@ def solved(keys, size, **options):
     rows = lambda x_HCK: jnp.swapaxes(x_HCK, 0, 1)[None].astype(jnp.bfloat16)
     chunk = lambda x: x[None, None]
     diagonal_HK = jnp.diagonal(high_HKK, axis1=-2, axis2=-1).astype(jnp.float32)
-    run = jax.jit(partial(solve_gpu.solve, **options))
+    run = jax.jit(partial(solve_gpu.solve_systems_gpu, **options))
     x_parts, iterations_NBHC = run(
         (rows(unit_HCK),),
         rows(k_HCK),
@@ -97,7 +97,7 @@ def test_sizes_keep_large_states_within_float16():
     rng = np.random.default_rng(0)
     k_BTHK = jnp.asarray(30 * rng.standard_normal((1, 192, 1, 64)), jnp.bfloat16)
     leave_NBHC, carry_NBH, state = np.ones((3, 1, 1, 64)), np.full((3, 1, 1), 0.9), np.eye(64)[None, None]
-    weights, carry, first, sizes = pallas_gpu.scaled(k_BTHK, leave_NBHC, carry_NBH, state)
+    weights, carry, first, sizes = pallas_gpu.scaled_recurrence(k_BTHK, leave_NBHC, carry_NBH, state)
     scaled = first
     for n in range(3):
         k_CK = np.float64(k_BTHK[0, 64 * n : 64 * n + 64, 0])
@@ -153,7 +153,7 @@ def test_a_kept_solution_is_not_computed_again(monkeypatch, ways):
 
     with jax.set_mesh(jax.make_mesh((ways,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
         assert solves(jax.checkpoint_policies.nothing_saveable) == 3
-        assert solves(jax.checkpoint_policies.save_only_these_names("mesa_q_star")) == 2
+        assert solves(jax.checkpoint_policies.save_only_these_names(MESA_SOLUTION)) == 2
 
 
 def test_says_what_it_lacks():
@@ -187,7 +187,7 @@ def test_a_solution_that_all_layers_keep_is_computed_once_on_a_gpu():
     def layer(v, _):
         return v + mesa(x | {"q": v, "v": v}, implementation="pallas_gpu")[0], None
 
-    keep = jax.checkpoint_policies.save_only_these_names("mesa_q_star")
+    keep = jax.checkpoint_policies.save_only_these_names(MESA_SOLUTION)
     layers = lambda v: jnp.sum(jax.lax.scan(jax.checkpoint(layer, policy=keep), v, length=3)[0] ** 2)
     program = jax.jit(jax.grad(layers)).lower(x["v"]).compile().as_text()
     calls = [line for line in program.splitlines() if "custom-call(" in line and "solve_chunk" in line]

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from mesanet_kernels import partition
+from mesanet_kernels import MESA_SOLUTION, partition
 from mesanet_kernels.linear_recurrence.chunks import ChunkWeights
 from mesanet_kernels.ops.mesa import pallas_tpu, solve_tpu
 from mesanet_kernels.shapes import WIDE, example
@@ -46,14 +46,14 @@ def arguments_of(keys, size):
 def test_solves(keys, interpreted):
     """Also the systems that are hard for bfloat16: 5e-4 is a tenth of what bfloat16 inputs are allowed (kernel-api.md)."""
     arguments, exact_BTHK = arguments_of(keys, 64)
-    x_BTHK, state_BHKK, iterations = jax.jit(partial(solve_tpu.solve, max_iters=30, tol=0.0))(*arguments)
+    x_BTHK, state_BHKK, iterations = jax.jit(partial(solve_tpu.solve_systems_tpu, max_iters=30, tol=0.0))(*arguments)
     assert np.linalg.norm(x_BTHK - exact_BTHK) < 5e-4 * np.linalg.norm(exact_BTHK)
     assert iterations.max() <= 30
     _, k_BTHK, (intra_NBHCC, enter_NBHC), _, entering_BHKK = (jax.tree.map(np.float64, x) for x in arguments)
     added_BHKK = np.einsum("bhs,bshk,bshl->bhkl", intra_NBHCC[0, ..., -1, :], k_BTHK, k_BTHK)
     np.testing.assert_allclose(state_BHKK, enter_NBHC[0, ..., -1, None, None] * entering_BHKK + added_BHKK, atol=1e-4)
 
-    x_BTHK, _, fewer = jax.jit(partial(solve_tpu.solve, max_iters=30, tol=1e-3))(*arguments)
+    x_BTHK, _, fewer = jax.jit(partial(solve_tpu.solve_systems_tpu, max_iters=30, tol=1e-3))(*arguments)
     assert (fewer <= iterations).all() and fewer.mean() < iterations.mean()
     assert np.linalg.norm(x_BTHK - exact_BTHK) < 1e-2 * np.linalg.norm(exact_BTHK)
 
@@ -132,7 +132,7 @@ def test_a_kept_solution_is_not_computed_again():
         return while_loops(jax.make_jaxpr(jax.value_and_grad(jax.checkpoint(run, policy=policy)))(*arrays).jaxpr) / 2
 
     assert solves(jax.checkpoint_policies.nothing_saveable) == 3
-    assert solves(jax.checkpoint_policies.save_only_these_names("mesa_q_star")) == 2
+    assert solves(jax.checkpoint_policies.save_only_these_names(MESA_SOLUTION)) == 2
 
 
 def test_each_device_is_given_its_own_rows_and_heads(monkeypatch):

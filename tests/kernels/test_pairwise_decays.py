@@ -1,10 +1,10 @@
-"""The sums of halving.py hold the terms between two tokens and no other, and no product ever overflows."""
+"""The sums of pairwise_decays.py hold the terms between two tokens and no other, and no product ever overflows."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mesanet_kernels.linear_recurrence.pairwise_decays import between_pairs
+from mesanet_kernels.linear_recurrence.pairwise_decays import pairwise_values
 
 
 def test_sums_of_own_terms():
@@ -12,7 +12,7 @@ def test_sums_of_own_terms():
     log_decay = -np.random.default_rng(0).random((1, 1, 1, 16, 1)).astype(np.float32)
     log_decay[..., 6, :] = -1e30
     diagonal = np.zeros(log_decay.shape[:-1], np.float32)
-    pairs, since, until = between_pairs(diagonal, log_decay, lambda since, until, size: since + until.mT)
+    pairs, since, until = pairwise_values(diagonal, log_decay, lambda since, until, size: since + until.mT)
     g = log_decay.astype(np.float64).ravel()
     between = np.array([[g[s + 1 : t + 1].sum() for s in range(16)] for t in range(16)])
     np.testing.assert_allclose(np.tril(pairs[0, 0, 0]), between, rtol=1e-6)
@@ -29,6 +29,6 @@ def test_no_exponent_is_positive():
 
     log_decay = -np.random.default_rng(0).random((1, 1, 1, 64, 1)).astype(np.float32)
     with jax.disable_jit():
-        between_pairs(jnp.zeros(log_decay.shape[:-1]), log_decay, across)
+        pairwise_values(jnp.zeros(log_decay.shape[:-1]), log_decay, across)
     assert [size for size, *_ in seen] == [1, 2, 4, 8, 16, 32]
     assert all(since <= 0 and until <= 0 for _, since, until in seen)

@@ -1,56 +1,65 @@
-"""What lies between two tokens of a chunk, computed by halves: pairs of blocks of 1, 2, 4 ... tokens become one block.
+"""Sums of log decays between all pairs of tokens of a chunk, without ever subtracting two sums.
 
-The decay from token s to token t splits at any boundary between them. At the boundary between two halves
+Pairs of neighbouring blocks of 1, 2, 4, ... tokens are merged until one block holds the whole chunk. A token s of the
+first block and a token t of the second are separated by the boundary between the two blocks, and
 
-    log decay from s to t = until_s + since_t        until, since <= 0
+    log decay from s to t = until_s + since_t        until_s, since_t <= 0
 
-where until_s adds the log decays of the first half after s, since_t those of the second half up to t. So every sum
-is made of the terms between s and t and no other: a difference of two running sums would lose the small decays behind a
-large one, let one document's gates round another's, and be positive where it has to be split between two factors.
+where until_s sums the log decays of the first block after s, and since_t those of the second block up to and including
+t. So every sum consists of exactly the terms between s and t. The usual difference of two running sums would lose small
+decays behind a large one, would let the gates of one document round those of another, and can become positive where the
+decay has to be split into two factors, exp(until_s) and exp(since_t).
 
-N chunks, B batch, H heads, C tokens of a chunk, K channels, P pairs of blocks, S tokens of a block.
+N chunks, B batch, H heads, C tokens of a chunk, K channels, P pairs of blocks, S tokens of a block, X any axis.
 """
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 
 
-def between_pairs(diagonal_NBHC, log_decay_NBHCK, across):
-    """The values of all pairs of tokens of a chunk, and the sums of log decays they were made of.
+def pairwise_values(
+    diagonal_NBHC: jax.Array, log_decay_NBHCK: jax.Array, across: Callable[[jax.Array, jax.Array, int], jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes a value for every pair of tokens of a chunk from the log decays on both sides of a boundary.
 
     Args:
-      diagonal_NBHC: value of a token with itself.
+      diagonal_NBHC: the value of each token with itself.
       log_decay_NBHCK: at most 0; C is a power of two.
-      across: the function (since, until, size) -> values [N, B, H, P, S, S] of a token of the second half of a pair
-        (row) with one of the first (column), from the sums [N, B, H, P, S, K] of those two.
+      across: (since [N, B, H, P, S, K], until [N, B, H, P, S, K], S) -> values [N, B, H, P, S, S]: those of every token
+        of the second block of a pair (row) with every token of the first (column), from the sums of both.
 
     Returns:
-      values [N, B, H, C, C], any number above the diagonal; the log decays [N, B, H, C, K] since the chunk began, a
-      token's own counted, and until it ends, a token's own not counted: a state decays, then it is written to.
+      values [N, B, H, C, C], arbitrary above the diagonal;
+      since [N, B, H, C, K]: the log decay from the beginning of the chunk to each token, its own included;
+      until [N, B, H, C, K]: the log decay from each token to the end of the chunk, its own excluded, because a state
+      decays before a token is written to it.
     """
     chunk = log_decay_NBHCK.shape[3]
-    pairs_NBHCS, since_NBHCK, until_NBHCK = diagonal_NBHC[..., None], log_decay_NBHCK, jnp.zeros_like(log_decay_NBHCK)
+    values_NBHCS, since_NBHCK, until_NBHCK = diagonal_NBHC[..., None], log_decay_NBHCK, jnp.zeros_like(log_decay_NBHCK)
     for size in (1 << level for level in range(chunk.bit_length() - 1)):
-        pairs, since, until = (halves(x, size) for x in (pairs_NBHCS, since_NBHCK, until_NBHCK))
-        pairs_NBHCS = join(*block_rows(pairs[0], across(since[1], until[0], size), pairs[1]))
-        first, second = (x[..., -1:, :] for x in since)  # all that a half decays
-        since_NBHCK = join(since[0], first + since[1])
-        until_NBHCK = join(until[0] + second, until[1])
-    return pairs_NBHCS, since_NBHCK, until_NBHCK
+        values, since, until = (split_pairs(x, size) for x in (values_NBHCS, since_NBHCK, until_NBHCK))
+        values_NBHCS = merge_pairs(*lower_block_rows(values[0], across(since[1], until[0], size), values[1]))
+        first, second = (x[..., -1:, :] for x in since)  # the log decay of each whole block
+        since_NBHCK = merge_pairs(since[0], first + since[1])
+        until_NBHCK = merge_pairs(until[0] + second, until[1])
+    return values_NBHCS, since_NBHCK, until_NBHCK
 
 
-def halves(x_NBHCX, size):
-    """The first and the second `size` of every 2 `size` tokens, [N, B, H, P, S, ...]."""
+def split_pairs(x_NBHCX: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the first and the second block of every pair of blocks of `size` tokens, each [N, B, H, P, S, X]."""
     pairs = x_NBHCX.reshape(*x_NBHCX.shape[:3], -1, 2, size, x_NBHCX.shape[-1])
     return pairs[..., 0, :, :], pairs[..., 1, :, :]
 
 
-def join(first, second):
-    """The inverse of `halves`."""
-    joined = jnp.stack([first, second], axis=-3)
-    return joined.reshape(*joined.shape[:3], -1, joined.shape[-1])
+def merge_pairs(first_NBHPSX: jax.Array, second_NBHPSX: jax.Array) -> jax.Array:
+    """Returns [N, B, H, C, X]; undoes `split_pairs`."""
+    merged = jnp.stack([first_NBHPSX, second_NBHPSX], axis=-3)
+    return merged.reshape(*merged.shape[:3], -1, merged.shape[-1])
 
 
-def block_rows(first, across, second):
-    """Both rows of [first, 0; across, second]."""
+def lower_block_rows(first: jax.Array, across: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the upper and the lower rows of the block matrix [first, 0; across, second]."""
     above = jnp.concatenate([first, jnp.zeros_like(across)], axis=-1)
     return above, jnp.concatenate([across, second], axis=-1)

@@ -1,26 +1,35 @@
-"""The plainest form of a recurrence: one token after the other. Every reference stands on it.
+"""The scan over tokens that every reference implementation uses: a recurrence in its plainest form.
 
 B batch, T time.
 """
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
-def scan_tokens(step, state, inputs, segment_ids_BT):
-    """Runs `state, output = step(state, token)` over axis 1 of `inputs`, with a zero state at each new document.
+def scan_tokens(
+    update: Callable, state: Any, inputs: Sequence[jax.Array], segment_ids_BT: jax.Array
+) -> tuple[jax.Array, Any]:
+    """Runs `state, output = update(state, token)` for one token after the other; documents start from a zero state.
 
-    The initial state belongs to the first token's document.
+    Args:
+      update: takes the state and a list with one array [B, ...] per input.
+      state: a tree of arrays [B, ...]; belongs to the document of the first token.
+      inputs: arrays [B, T, ...].
+      segment_ids_BT: a number per token, non-decreasing, that differs between documents.
 
     Returns:
-      outputs stacked on axis 1, and the state after the last token.
+      (the outputs stacked on axis 1, the state after the last token).
     """
     starts_BT = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1]) != 0
 
     def advance(state, token):
         starts_B, *token = token
         state = jax.tree.map(lambda s: jnp.where(_expand(starts_B, s.ndim), 0, s), state)
-        return step(state, token)
+        return update(state, token)
 
     by_time = [jnp.moveaxis(x, 1, 0) for x in (starts_BT, *inputs)]
     state, outputs = jax.lax.scan(advance, state, by_time)
@@ -28,4 +37,5 @@ def scan_tokens(step, state, inputs, segment_ids_BT):
 
 
 def _expand(x_B, ndim):
+    """Returns x with trailing axes of size 1, `ndim` axes in all."""
     return x_B.reshape(x_B.shape + (1,) * (ndim - 1))

@@ -28,7 +28,7 @@ from mesanet_kernels.tiles.gpu import BLOCK, CHUNK
 BLOCKS = CHUNK, BLOCK  # of what a token has
 
 
-class Memory(NamedTuple):
+class RecurrenceInputsGpu(NamedTuple):
     """What was written and read at the same keys and queries, bfloat16; all but v are sums of parts."""
 
     v_BTHV: jax.Array
@@ -37,7 +37,7 @@ class Memory(NamedTuple):
     dstates_parts: tuple[jax.Array, ...]  # cotangents of those leaving it
 
 
-class Gradients(NamedTuple):
+class RecurrenceGradientsGpu(NamedTuple):
     """Of keys and values bfloat16, of weights float32."""
 
     dv_BTHV: tuple[jax.Array, ...]  # one a memory
@@ -48,8 +48,8 @@ class Gradients(NamedTuple):
     dcarry_NBHK: jax.Array  # to be summed over K
 
 
-def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
-    """The `Gradients` of keys, values and weights: inputs bfloat16, T = N C; weights float32; `memories` a tuple."""
+def gradients_gpu(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
+    """The `RecurrenceGradientsGpu` of keys, values and weights: inputs bfloat16, T = N C; weights float32; `memories` a tuple."""
     count, batch, heads, _ = leave_NBHC.shape
     size, half = k_BTHK.shape[-1], k_BTHK.dtype
     key_blocks = range(size // BLOCK)
@@ -174,7 +174,7 @@ def gradients(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     most_do, most_states, most_dstates = (max(map(len, parts)) for parts in list(zip(*memories))[1:])
     counts_of_blocks = *[len(key_blocks)] * (len(q_parts) + 1), 1, 1 + most_do, most_states, most_dstates
-    return Gradients(
+    return RecurrenceGradientsGpu(
         *tiles.kernel(
             gradients_of_chunk,
             out_type=(

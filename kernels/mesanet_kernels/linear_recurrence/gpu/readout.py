@@ -17,7 +17,9 @@ from mesanet_kernels.tiles import gpu as tiles
 from mesanet_kernels.tiles.gpu import CHUNK
 
 
-def readout(q_parts, k_BTHK, v_BTHV, intra_NBHCC, enter_NBHC, states_parts, *, transposed=False, results=1, scale=1.0):
+def readout_gpu(
+    q_parts, k_BTHK, v_BTHV, intra_NBHCC, enter_NBHC, states_parts, *, transposed=False, results=1, scale=1.0
+):
     """`scale` o as the sum of `results` bfloat16 parts [B,T,H,V], a tuple.
 
     Args:

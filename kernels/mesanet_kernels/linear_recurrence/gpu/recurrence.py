@@ -6,19 +6,19 @@ B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value siz
 import jax.numpy as jnp
 
 from mesanet_kernels.linear_recurrence.chunks import ChunkWeights
-from mesanet_kernels.linear_recurrence.gpu.states import states
+from mesanet_kernels.linear_recurrence.gpu.states import states_gpu
 
 
-def entering(k_BTHK, v_BTHV, weights, initial_BHKV, **precision):
-    """`states` that enter each chunk, and the last one."""
+def entering_states(k_BTHK, v_BTHV, weights, initial_BHKV, **precision):
+    """`states_gpu` that enter each chunk, and the last one."""
     leave_NBHC, carry_NBH = weights.intra_NBHCC[..., -1, :], weights.enter_NBHC[..., -1]
-    return states((k_BTHK,), (v_BTHV,), leave_NBHC, carry_NBH, initial_BHKV, **precision)
+    return states_gpu((k_BTHK,), (v_BTHV,), leave_NBHC, carry_NBH, initial_BHKV, **precision)
 
 
-def leaving_cotangents(q_parts, do_parts, weights, dfinal_BHKV, **precision):
-    """Cotangents of the `states` that leave each chunk, and of the initial one."""
+def leaving_state_cotangents(q_parts, do_parts, weights, dfinal_BHKV, **precision):
+    """Cotangents of the `states_gpu` that leave each chunk, and of the initial one."""
     enter_NBHC = weights.enter_NBHC
-    return states(q_parts, do_parts, enter_NBHC, enter_NBHC[..., -1], dfinal_BHKV, backwards=True, **precision)
+    return states_gpu(q_parts, do_parts, enter_NBHC, enter_NBHC[..., -1], dfinal_BHKV, backwards=True, **precision)
 
 
 def weight_cotangents(gradients):

@@ -28,7 +28,7 @@ PROGRAMS = 512  # that a GPU runs at once: four on each SM
 SHORTEST = 8  # chunks of a segment
 
 
-def states(
+def states_gpu(
     k_parts,
     v_parts,
     weight_NBHC,
@@ -95,7 +95,7 @@ def _entering(added_SBHKV, carry_NBH, initial_BHKV, backwards):
 
 
 def _run(k_parts, v_parts, weight_NBHC, carry_NBH, blocks, initial_SBHKV, *, backwards, factors, stored):
-    """`states` in segments, given the state that enters each: its last one too."""
+    """`states_gpu` in segments, given the state that enters each: its last one too."""
     count, batch, heads, _ = weight_NBHC.shape
     segments, *_, key_size, value_size = initial_SBHKV.shape
     half, steps = k_parts[0].dtype, count // segments

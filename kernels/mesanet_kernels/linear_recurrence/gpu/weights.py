@@ -1,6 +1,6 @@
 """`ChunkWeights` on NVIDIA Hopper: sums of log decays as products with triangles of ones, one warpgroup a chunk.
 
-Between tokens s < t lie the decays of s + 1 ... t. Each pair sums its own terms alone (halving.py says why that matters):
+Between tokens s < t lie the decays of s + 1 ... t. Each pair sums its own terms alone (pairwise_decays.py says why that matters):
 
     between_ts = sum_j [j <= t] [s < j] g_j          since_t = g_0 + between_t0
 
@@ -30,13 +30,13 @@ HALF = jnp.bfloat16
 PARTS = 3  # of 8 bits each: all of a float32
 
 
-def chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT):
+def chunk_weights_gpu(log_decay_BTH, beta_BTH, segment_ids_BT):
     """The `ChunkWeights` of a sequence, float32, in chunks of 64."""
     return chunks.ChunkWeights(*_weights(*_of_chunks(log_decay_BTH, beta_BTH, segment_ids_BT)))
 
 
-def gates_cotangents(log_decay_BTH, beta_BTH, segment_ids_BT, weights, cotangents):
-    """Those of log_decay and beta, given the `chunk_weights` that these make and their cotangents."""
+def gate_cotangents(log_decay_BTH, beta_BTH, segment_ids_BT, weights, cotangents):
+    """Those of log_decay and beta, given the `chunk_weights_gpu` that these make and their cotangents."""
     arrays, cotangents_of = jax.vjp(partial(_of_chunks, segment_ids_BT=segment_ids_BT), log_decay_BTH, beta_BTH)
     return cotangents_of(tuple(_gradients((*arrays, weights.enter_NBHC), cotangents)))
 
@@ -46,7 +46,7 @@ def _of_chunks(log_decay_BTH, beta_BTH, segment_ids_BT):
     begins_BT1 = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])[..., None] != 0
     floor = chunks.LOG_DECAY_FLOOR  # its exponential is 0
     log_decay_BTH = jnp.where(begins_BT1, floor, jnp.maximum(log_decay_BTH, floor))
-    return tuple(chunks.split(x_BTH, CHUNK) for x_BTH in (log_decay_BTH, beta_BTH))
+    return tuple(chunks.to_chunks(x_BTH, CHUNK) for x_BTH in (log_decay_BTH, beta_BTH))
 
 
 @jax.custom_vjp

@@ -3,7 +3,7 @@
     o_t = enter_t S^T q_t + sum_s intra_ts (q_t . k_s) v_s          S' = carry S + sum_s leave_s k_s v_s^T
 
 S enters a chunk and S' leaves it; carry and leave are the last rows of enter and intra (chunks.ChunkWeights). The gradient
-of q is a readout too, `forward(do, v, k, ...)`: it reads S^T, whose recurrence is that of S with k and v exchanged.
+of q is a readout too, `forward_tpu(do, v, k, ...)`: it reads S^T, whose recurrence is that of S with k and v exchanged.
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
@@ -14,7 +14,7 @@ from mesanet_kernels.tiles import tpu as tiles
 from mesanet_kernels.tiles.tpu import CHUNK, HALF
 
 
-def forward(q_BTHK, k_BTHK, v_BTHV, weights, initial_BHKV, *, parts=1, dtype=HALF):
+def forward_tpu(q_BTHK, k_BTHK, v_BTHV, weights, initial_BHKV, *, parts=1, dtype=HALF):
     """(o [B,T,H,V] in `dtype`, the last state [B,H,K,V] float32), with T = N C.
 
     Args:

@@ -25,7 +25,7 @@ from mesanet_kernels.tiles import tpu as tiles
 from mesanet_kernels.tiles.tpu import CHUNK, HALF
 
 
-class Memory(NamedTuple):
+class RecurrenceInputsTpu(NamedTuple):
     """What was written and read at the same keys and queries."""
 
     v_BTHV: jax.Array  # bfloat16
@@ -34,7 +34,7 @@ class Memory(NamedTuple):
     dfinal_BHKV: jax.Array  # float32
 
 
-class Gradients(NamedTuple):
+class RecurrenceGradientsTpu(NamedTuple):
     """Of tokens bfloat16, of weights and initial states float32."""
 
     dq_BTHK: list  # one array, or none
@@ -44,11 +44,11 @@ class Gradients(NamedTuple):
     dinitial_BHKV: list  # one a memory
 
 
-def gradients(q_BTHK, k_BTHK, weights, memories, *, queries):
-    """The `Gradients`, with T = N C; of q only where `queries` are asked for.
+def gradients_tpu(q_BTHK, k_BTHK, weights, memories, *, queries):
+    """The `RecurrenceGradientsTpu`, with T = N C; of q only where `queries` are asked for.
 
     Args:
-      q_BTHK: bfloat16 or float32; k_BTHK: bfloat16; memories: a tuple of `Memory`.
+      q_BTHK: bfloat16 or float32; k_BTHK: bfloat16; memories: a tuple of `RecurrenceInputsTpu`.
     """
     grid = tiles.grid(k_BTHK, *(memory.v_BTHV for memory in memories), backwards=True)
     key_size = k_BTHK.shape[-1]
@@ -115,7 +115,7 @@ def gradients(q_BTHK, k_BTHK, weights, memories, *, queries):
         ],
         compiler_params=tiles.COMPILER,
     )(*map(tiles.flat, (q_BTHK, k_BTHK)), weights.intra_NBHCC, enter_NBH1C, flat_memories)
-    return Gradients(
+    return RecurrenceGradientsTpu(
         [x.reshape(q_BTHK.shape) for x in dq],
         dk_BTW.reshape(k_BTHK.shape),
         ChunkWeights(dintra_NBHCC, denter_NBH1C[..., 0, :]),
@@ -127,7 +127,9 @@ def gradients(q_BTHK, k_BTHK, weights, memories, *, queries):
 def _blocks(grid, key_size, value_size):
     """The blocks of a memory that a step sees."""
     of_values = grid.tokens(value_size)
-    return Memory(of_values, of_values, grid.of_chunk(key_size, value_size), grid.of_row(key_size, value_size))
+    return RecurrenceInputsTpu(
+        of_values, of_values, grid.of_chunk(key_size, value_size), grid.of_row(key_size, value_size)
+    )
 
 
 class _Read(NamedTuple):

@@ -10,7 +10,7 @@ from mesanet_kernels.tiles import tpu as tiles
 from mesanet_kernels.tiles.tpu import CHUNK, HALF
 
 
-def states(k_BTHK, v_BTHV, weights, initial_BHKV, *, dtype=HALF):
+def states_tpu(k_BTHK, v_BTHV, weights, initial_BHKV, *, dtype=HALF):
     """[N,B,H,K,V] in `dtype`, of bfloat16 keys and values with T = N C; float32 states are right to 16 bits."""
     grid = tiles.grid(k_BTHK, v_BTHV)
     key_size, value_size = initial_BHKV.shape[2:]

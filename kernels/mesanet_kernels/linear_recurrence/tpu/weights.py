@@ -1,6 +1,6 @@
 """`ChunkWeights` on TPUs: sums of log decays as products with matrices of ones.
 
-Between tokens s < t lie the decays of s + 1 ... t. Each pair sums its own terms alone (halving.py says why that matters):
+Between tokens s < t lie the decays of s + 1 ... t. Each pair sums its own terms alone (pairwise_decays.py says why that matters):
 
     between_ts = sum_j [j <= t] [j > s] g_j          since_t = sum_j [j <= t] g_j
 
@@ -20,12 +20,12 @@ from mesanet_kernels.tiles import tpu as tiles
 from mesanet_kernels.tiles.tpu import CHUNK, HALF
 
 
-def chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT):
+def chunk_weights_tpu(log_decay_BTH, beta_BTH, segment_ids_BT):
     """The `ChunkWeights` of a sequence, float32, in chunks of 128."""
     begins_BT1 = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])[..., None] != 0
     floor = chunks.LOG_DECAY_FLOOR  # its exponential is 0
     log_decay_BTH = jnp.where(begins_BT1, floor, jnp.maximum(log_decay_BTH, floor))
-    rows = (chunks.split(x_BTH, CHUNK)[..., None, :] for x_BTH in (log_decay_BTH, beta_BTH))
+    rows = (chunks.to_chunks(x_BTH, CHUNK)[..., None, :] for x_BTH in (log_decay_BTH, beta_BTH))
     intra_NBHCC, enter_NBH1C = _weights(*rows)
     return chunks.ChunkWeights(intra_NBHCC, enter_NBH1C[..., 0, :])
 

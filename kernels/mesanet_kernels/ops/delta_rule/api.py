@@ -12,7 +12,7 @@ from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.delta_rule import reference, xla
 from mesanet_kernels.ops.delta_rule.sequence_parallel import advance, summarise
 
-IMPLEMENTATIONS = {"reference": reference.delta_rule, "xla": xla.delta_rule}
+IMPLEMENTATIONS = {"reference": reference.delta_rule_reference, "xla": xla.delta_rule_xla}
 
 
 def delta_rule(

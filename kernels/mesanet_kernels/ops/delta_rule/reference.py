@@ -10,7 +10,7 @@ from mesanet_kernels.checks import accumulation_dtype
 from mesanet_kernels.linear_recurrence.token_scan import scan_tokens
 
 
-def delta_rule(chunk, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, state_BHKV, segment_ids_BT):
+def delta_rule_reference(chunk, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, state_BHKV, segment_ids_BT):
     """`chunk` does not apply."""
     del chunk
     dtype = accumulation_dtype(q_BTHK, k_BTHK, v_BTHV)

@@ -20,7 +20,9 @@ def summarise(chunk, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, segment_id
     identity_BHKK = jnp.broadcast_to(jnp.eye(key_size, dtype=dtype), (batch, heads, key_size, key_size))
     values_BTHW = jnp.concatenate([v_BTHV, jnp.zeros(k_BTHK.shape, v_BTHV.dtype)], axis=-1)
     initial_BHKW = jnp.concatenate([nothing_BHKV, identity_BHKK], axis=-1)
-    final_BHKW = xla.final_state(chunk, k_BTHK, values_BTHW, beta_BTH, log_decay_BTH, initial_BHKW, segment_ids_BT)
+    final_BHKW = xla.delta_rule_final_state(
+        chunk, k_BTHK, values_BTHW, beta_BTH, log_decay_BTH, initial_BHKW, segment_ids_BT
+    )
     return final_BHKW[..., value_size:], final_BHKW[..., :value_size]
 
 

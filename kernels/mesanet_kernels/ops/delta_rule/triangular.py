@@ -13,7 +13,7 @@ X leading axes, C rows, P diagonal blocks of S rows.
 import jax.numpy as jnp
 
 from mesanet_kernels.linear_recurrence.chunks import product
-from mesanet_kernels.linear_recurrence.pairwise_decays import block_rows
+from mesanet_kernels.linear_recurrence.pairwise_decays import lower_block_rows
 
 
 def unit_lower_inverse(L_XCC):
@@ -31,7 +31,7 @@ def _inverse(L_XPSS):
     inverse_XPSS = _inverse(diagonal_XP2SS.reshape(*L_XPSS.shape[:-3], -1, half, half))
     first, second = jnp.moveaxis(inverse_XPSS.reshape(diagonal_XP2SS.shape), -3, 0)
     across = -_product(_product(second, L_XPSS[..., half:, :half]), first)
-    return jnp.concatenate(block_rows(first, across, second), axis=-2)
+    return jnp.concatenate(lower_block_rows(first, across, second), axis=-2)
 
 
 def _product(a_XPSS, b_XPSS):

@@ -18,22 +18,22 @@ from mesanet_kernels.recompute import recomputed
 
 
 @recomputed
-def delta_rule(chunk, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, state_BHKV, segment_ids_BT):
+def delta_rule_xla(chunk, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, state_BHKV, segment_ids_BT):
     """Returns (o [B,T,H,V], final state [B,H,K,V]); `api.delta_rule` says what each argument is."""
     length, dtype = q_BTHK.shape[1], q_BTHK.dtype
     # Beta scales what is written, not what is read of it: it is no part of the weights.
     weights = chunks.chunk_weights(log_decay_BTH, jnp.ones_like(beta_BTH), segment_ids_BT, chunk=chunk)
-    q_NBHCK, k_NBHCK, v_NBHCV, beta_NBHC = (chunks.split(x, chunk) for x in (q_BTHK, k_BTHK, v_BTHV, beta_BTH))
+    q_NBHCK, k_NBHCK, v_NBHCV, beta_NBHC = (chunks.to_chunks(x, chunk) for x in (q_BTHK, k_BTHK, v_BTHV, beta_BTH))
     states_NBHKV, w_NBHCV, final_BHKV = _states(k_NBHCK, v_NBHCV, beta_NBHC, weights, state_BHKV)
     o_NBHCV = chunks.read(q_NBHCK, k_NBHCK, w_NBHCV.astype(dtype), weights, states_NBHKV)
-    return chunks.join(o_NBHCV, length).astype(v_BTHV.dtype), final_BHKV
+    return chunks.from_chunks(o_NBHCV, length).astype(v_BTHV.dtype), final_BHKV
 
 
 @recomputed
-def final_state(chunk, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, state_BHKV, segment_ids_BT):
-    """`delta_rule`'s final state alone."""
+def delta_rule_final_state(chunk, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, state_BHKV, segment_ids_BT):
+    """`delta_rule_xla`'s final state alone."""
     weights = chunks.chunk_weights(log_decay_BTH, jnp.ones_like(beta_BTH), segment_ids_BT, chunk=chunk)
-    k_NBHCK, v_NBHCV, beta_NBHC = (chunks.split(x, chunk) for x in (k_BTHK, v_BTHV, beta_BTH))
+    k_NBHCK, v_NBHCV, beta_NBHC = (chunks.to_chunks(x, chunk) for x in (k_BTHK, v_BTHV, beta_BTH))
     return _states(k_NBHCK, v_NBHCV, beta_NBHC, weights, state_BHKV)[-1]
 
 

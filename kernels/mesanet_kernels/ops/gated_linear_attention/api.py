@@ -14,25 +14,28 @@ from mesanet_kernels.ops.gated_linear_attention import pallas_gpu, pallas_tpu, r
 from mesanet_kernels.ops.gated_linear_attention.sequence_parallel import MEMORY
 
 # What None chooses on a platform, where it can do what the call needs.
-KERNELS = {"cuda": pallas_gpu, "tpu": pallas_tpu}
+KERNELS = {
+    "cuda": (pallas_gpu.gated_linear_attention_pallas_gpu, pallas_gpu),
+    "tpu": (pallas_tpu.gated_linear_attention_pallas_tpu, pallas_tpu),
+}
 
 
 def _automatic(chunk, q, k, v, log_decay, *rest):
     """By the platform that is lowered for, which need not be the one that traces; short rows would fill no chunk."""
     run = {
-        platform: partial(kernels.gated_linear_attention, chunk)
-        for platform, kernels in KERNELS.items()
-        if not kernels.lacks(q, k, v, log_decay) and q.shape[1] >= kernels.CHUNK
+        platform: partial(function, chunk)
+        for platform, (function, kernel) in KERNELS.items()
+        if not kernel.lacks(q, k, v, log_decay) and q.shape[1] >= kernel.CHUNK
     }
-    default = partial(xla.gated_linear_attention, chunk)
+    default = partial(xla.gated_linear_attention_xla, chunk)
     return jax.lax.platform_dependent(q, k, v, log_decay, *rest, **run, default=default)
 
 
 IMPLEMENTATIONS = {
-    "reference": reference.gated_linear_attention,
-    "xla": xla.gated_linear_attention,
-    "pallas_gpu": pallas_gpu.gated_linear_attention,
-    "pallas_tpu": pallas_tpu.gated_linear_attention,
+    "reference": reference.gated_linear_attention_reference,
+    "xla": xla.gated_linear_attention_xla,
+    "pallas_gpu": pallas_gpu.gated_linear_attention_pallas_gpu,
+    "pallas_tpu": pallas_tpu.gated_linear_attention_pallas_tpu,
 }
 
 

@@ -17,7 +17,7 @@ from mesanet_kernels.partition import partitioned
 AXES = ("BTHK", "BTHK", "BTHV", "BTH", "BTH", "BHKV", "BT")
 
 
-class Kernels(NamedTuple):
+class GatedLinearAttentionKernels(NamedTuple):
     """A backend, in chunks of `chunk` tokens; the time of all arrays is a multiple of it.
 
     weigh: (log_decay, beta, segment_ids) -> `ChunkWeights`; differentiated by jax.vjp.
@@ -32,13 +32,13 @@ class Kernels(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gated_linear_attention(kernels: Kernels, *inputs):
+def gated_linear_attention_from_kernels(kernels: GatedLinearAttentionKernels, *inputs):
     """(o [B,T,H,V], final state [B,H,K,V]) of (q, k, v, log_decay, beta, state, segment_ids), as `api` says."""
     return partitioned(partial(_forward, kernels), inputs, axes=AXES, results=("BTHV", "BHKV"))
 
 
 def _save_inputs(kernels, *inputs):
-    return gated_linear_attention(kernels, *inputs), inputs
+    return gated_linear_attention_from_kernels(kernels, *inputs), inputs
 
 
 def _gradients(kernels, inputs, cotangents):
@@ -46,7 +46,7 @@ def _gradients(kernels, inputs, cotangents):
     return *partitioned(partial(_backward, kernels), arrays, axes=axes, results=AXES[:-1]), None
 
 
-gated_linear_attention.defvjp(_save_inputs, _gradients)
+gated_linear_attention_from_kernels.defvjp(_save_inputs, _gradients)
 
 
 def _forward(kernels, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state_BHKV, segment_ids_BT):

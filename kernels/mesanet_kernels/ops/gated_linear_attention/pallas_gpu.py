@@ -7,20 +7,20 @@ import jax.numpy as jnp
 
 from mesanet_kernels.checks import require
 from mesanet_kernels.linear_recurrence.gpu import recurrence
-from mesanet_kernels.linear_recurrence.gpu.gradients import Memory, gradients
-from mesanet_kernels.linear_recurrence.gpu.readout import readout
-from mesanet_kernels.linear_recurrence.gpu.weights import chunk_weights
+from mesanet_kernels.linear_recurrence.gpu.gradients import RecurrenceInputsGpu, gradients_gpu
+from mesanet_kernels.linear_recurrence.gpu.readout import readout_gpu
+from mesanet_kernels.linear_recurrence.gpu.weights import chunk_weights_gpu
 from mesanet_kernels.ops.gated_linear_attention import differentiable
 from mesanet_kernels.tiles import gpu as tiles
 
 CHUNK = tiles.CHUNK
 
 
-def gated_linear_attention(chunk, *inputs):
+def gated_linear_attention_pallas_gpu(chunk, *inputs):
     """As `api.gated_linear_attention`, in chunks of 64. Raises NotImplementedError for what the kernels lack."""
     del chunk
     require("gated_linear_attention", "pallas_gpu", lacks(*inputs[:4]))
-    return differentiable.gated_linear_attention(KERNELS, *inputs)
+    return differentiable.gated_linear_attention_from_kernels(KERNELS, *inputs)
 
 
 def lacks(q_BTHK, k_BTHK, v_BTHV, log_decay):
@@ -33,18 +33,18 @@ def lacks(q_BTHK, k_BTHK, v_BTHV, log_decay):
 
 
 def _forward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV):
-    states, final_BHKV = recurrence.entering(k_BTHK, v_BTHV, weights, state_BHKV)
-    (o_BTHV,) = readout((q_BTHK,), k_BTHK, v_BTHV, *weights, states)
+    states, final_BHKV = recurrence.entering_states(k_BTHK, v_BTHV, weights, state_BHKV)
+    (o_BTHV,) = readout_gpu((q_BTHK,), k_BTHK, v_BTHV, *weights, states)
     return o_BTHV, final_BHKV
 
 
 def _backward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV, do_BTHV, dfinal_BHKV):
-    states, _ = recurrence.entering(k_BTHK, v_BTHV, weights, state_BHKV)
-    dstates, dstate_BHKV = recurrence.leaving_cotangents((q_BTHK,), (do_BTHV,), weights, dfinal_BHKV)
-    (dq_BTHK,) = readout((do_BTHV,), v_BTHV, k_BTHK, *weights, states, transposed=True)
-    memory = Memory(v_BTHV, (do_BTHV,), states, dstates)
-    found = gradients((q_BTHK,), k_BTHK, weights.intra_NBHCC, weights.intra_NBHCC[..., -1, :], (memory,))
+    states, _ = recurrence.entering_states(k_BTHK, v_BTHV, weights, state_BHKV)
+    dstates, dstate_BHKV = recurrence.leaving_state_cotangents((q_BTHK,), (do_BTHV,), weights, dfinal_BHKV)
+    (dq_BTHK,) = readout_gpu((do_BTHV,), v_BTHV, k_BTHK, *weights, states, transposed=True)
+    memory = RecurrenceInputsGpu(v_BTHV, (do_BTHV,), states, dstates)
+    found = gradients_gpu((q_BTHK,), k_BTHK, weights.intra_NBHCC, weights.intra_NBHCC[..., -1, :], (memory,))
     return dq_BTHK, found.dk_BTHK, *found.dv_BTHV, recurrence.weight_cotangents(found), dstate_BHKV
 
 
-KERNELS = differentiable.Kernels(CHUNK, chunk_weights, _forward, _backward)
+KERNELS = differentiable.GatedLinearAttentionKernels(CHUNK, chunk_weights_gpu, _forward, _backward)

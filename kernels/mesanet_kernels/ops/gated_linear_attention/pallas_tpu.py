@@ -6,10 +6,10 @@ B batch, T time, H heads, K key size, V value size.
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import require
-from mesanet_kernels.linear_recurrence.tpu.forward import forward
-from mesanet_kernels.linear_recurrence.tpu.gradients import Memory, gradients
-from mesanet_kernels.linear_recurrence.tpu.states import states
-from mesanet_kernels.linear_recurrence.tpu.weights import chunk_weights
+from mesanet_kernels.linear_recurrence.tpu.forward import forward_tpu
+from mesanet_kernels.linear_recurrence.tpu.gradients import RecurrenceInputsTpu, gradients_tpu
+from mesanet_kernels.linear_recurrence.tpu.states import states_tpu
+from mesanet_kernels.linear_recurrence.tpu.weights import chunk_weights_tpu
 from mesanet_kernels.ops.gated_linear_attention import differentiable
 from mesanet_kernels.tiles import tpu as tiles
 
@@ -17,11 +17,11 @@ CHUNK = tiles.CHUNK
 SIZES = (64, 128, 192, 256)  # half of the lanes wastes the matrix unit, four states of 256 x 256 are 1 MiB of VMEM
 
 
-def gated_linear_attention(chunk, *inputs):
+def gated_linear_attention_pallas_tpu(chunk, *inputs):
     """As `api.gated_linear_attention`, in chunks of 128. Raises NotImplementedError for what the kernels lack."""
     del chunk
     require("gated_linear_attention", "pallas_tpu", lacks(*inputs[:4]))
-    return differentiable.gated_linear_attention(KERNELS, *inputs)
+    return differentiable.gated_linear_attention_from_kernels(KERNELS, *inputs)
 
 
 def lacks(q_BTHK, k_BTHK, v_BTHV, log_decay):
@@ -36,9 +36,9 @@ def lacks(q_BTHK, k_BTHK, v_BTHV, log_decay):
 
 
 def _backward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV, do_BTHV, dfinal_BHKV):
-    memory = Memory(v_BTHV, do_BTHV, states(k_BTHK, v_BTHV, weights, state_BHKV), dfinal_BHKV)
-    found = gradients(q_BTHK, k_BTHK, weights, (memory,), queries=True)
+    memory = RecurrenceInputsTpu(v_BTHV, do_BTHV, states_tpu(k_BTHK, v_BTHV, weights, state_BHKV), dfinal_BHKV)
+    found = gradients_tpu(q_BTHK, k_BTHK, weights, (memory,), queries=True)
     return *found.dq_BTHK, found.dk_BTHK, *found.dv_BTHV, found.weights, *found.dinitial_BHKV
 
 
-KERNELS = differentiable.Kernels(CHUNK, chunk_weights, forward, _backward)
+KERNELS = differentiable.GatedLinearAttentionKernels(CHUNK, chunk_weights_tpu, forward_tpu, _backward)

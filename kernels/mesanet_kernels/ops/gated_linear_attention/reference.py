@@ -10,7 +10,9 @@ from mesanet_kernels.checks import accumulation_dtype
 from mesanet_kernels.linear_recurrence.token_scan import scan_tokens
 
 
-def gated_linear_attention(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH, state_BHKV, segment_ids_BT):
+def gated_linear_attention_reference(
+    chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH, state_BHKV, segment_ids_BT
+):
     """`log_decay` is [B,T,H] or [B,T,H,K]; `chunk` does not apply."""
     del chunk
     dtype = accumulation_dtype(q_BTHK, k_BTHK, v_BTHV)

@@ -15,12 +15,12 @@ from mesanet_kernels.linear_recurrence import chunks, pairwise_decays
 SMALLEST_PRODUCT = 8  # rows; below it a matrix unit would work on padding, and a sum over channels is fused instead
 
 
-def gated_linear_attention(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH, state_BHKV, segment_ids_BT):
+def gated_linear_attention_vector(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH, state_BHKV, segment_ids_BT):
     """Returns (o [B,T,H,V], final state [B,H,K,V]); `api.gated_linear_attention` says what each argument is."""
     length, dtype, state_dtype = q_BTHK.shape[1], q_BTHK.dtype, state_BHKV.dtype
     log_decay_BTHK = jnp.maximum(log_decay_BTHK, chunks.LOG_DECAY_FLOOR)
     q_NBHCK, k_NBHCK, v_NBHCV, log_decay_NBHCK, beta_NBHC = (
-        chunks.split(x, chunk) for x in (q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH)
+        chunks.to_chunks(x, chunk) for x in (q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH)
     )
     visible_NB1CC, entered_NB1C = chunks.visibility(segment_ids_BT, chunk=chunk)
 
@@ -34,20 +34,20 @@ def gated_linear_attention(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, beta_B
     entering_NBHCK = (enter_NBHCK * q_NBHCK).astype(dtype)
     inside_NBHCV = chunks.product("nbhts,nbhsv->nbhtv", scores_NBHCC.astype(dtype), v_NBHCV, state_dtype)
     before_NBHCV = chunks.product("nbhtk,nbhkv->nbhtv", entering_NBHCK, states_NBHKV.astype(dtype), state_dtype)
-    return chunks.join(inside_NBHCV + before_NBHCV, length).astype(v_BTHV.dtype), final_BHKV
+    return chunks.from_chunks(inside_NBHCV + before_NBHCV, length).astype(v_BTHV.dtype), final_BHKV
 
 
 def _scores(q_NBHCK, k_NBHCK, log_decay_NBHCK):
-    """q_t . k_s under the decay between them, [N,B,H,C,C], and `pairwise_decays.between_pairs`'s sums."""
+    """q_t . k_s under the decay between them, [N,B,H,C,C], and `pairwise_decays.pairwise_values`'s sums."""
     dtype = q_NBHCK.dtype
 
     def across(since_NBHPSK, until_NBHPSK, size):
-        q_NBHPSK = jnp.exp(since_NBHPSK) * pairwise_decays.halves(q_NBHCK, size)[1]
-        k_NBHPSK = jnp.exp(until_NBHPSK) * pairwise_decays.halves(k_NBHCK, size)[0]
+        q_NBHPSK = jnp.exp(since_NBHPSK) * pairwise_decays.split_pairs(q_NBHCK, size)[1]
+        k_NBHPSK = jnp.exp(until_NBHPSK) * pairwise_decays.split_pairs(k_NBHCK, size)[0]
         if size < SMALLEST_PRODUCT:
             return jnp.sum(q_NBHPSK[..., :, None, :] * k_NBHPSK[..., None, :, :], axis=-1)
         q_NBHPSK, k_NBHPSK = q_NBHPSK.astype(dtype), k_NBHPSK.astype(dtype)
         return chunks.product("nbhptk,nbhpsk->nbhpts", q_NBHPSK, k_NBHPSK, since_NBHPSK.dtype)
 
     diagonal_NBHC = jnp.sum(q_NBHCK.astype(log_decay_NBHCK.dtype) * k_NBHCK, axis=-1)
-    return pairwise_decays.between_pairs(diagonal_NBHC, log_decay_NBHCK, across)
+    return pairwise_decays.pairwise_values(diagonal_NBHC, log_decay_NBHCK, across)

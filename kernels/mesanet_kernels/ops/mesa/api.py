@@ -11,30 +11,30 @@ import jax.numpy as jnp
 
 from mesanet_kernels import checks, sequence_parallel
 from mesanet_kernels.linear_recurrence import chunks
-from mesanet_kernels.ops.mesa import chunked, pallas_gpu, pallas_tpu, reference, step_gpu, xla
+from mesanet_kernels.ops.mesa import pallas_gpu, pallas_tpu, reference, step_gpu, xla
+from mesanet_kernels.ops.mesa.options import MESA_SOLUTION as MESA_SOLUTION  # public
+from mesanet_kernels.ops.mesa.options import MesaOptions
 from mesanet_kernels.ops.mesa.sequence_parallel import MEMORY
 
-KERNELS = {
-    "cuda": pallas_gpu,
-    "tpu": pallas_tpu,
-}  # what None chooses on a platform, where it can do what the call needs
+# What None chooses on a platform, where it can do what the call needs.
+KERNELS = {"cuda": (pallas_gpu.mesa_pallas_gpu, pallas_gpu), "tpu": (pallas_tpu.mesa_pallas_tpu, pallas_tpu)}
 
 
 def _automatic(options, q, k, v, *rest):
     """By the platform that is lowered for, which need not be the one that traces; short rows would fill no chunk."""
     run = {
-        platform: partial(kernel.mesa, options)
-        for platform, kernel in KERNELS.items()
+        platform: partial(function, options)
+        for platform, (function, kernel) in KERNELS.items()
         if not kernel.lacks(options, q, k, v) and q.shape[1] >= kernel.CHUNK
     }
-    return jax.lax.platform_dependent(q, k, v, *rest, **run, default=partial(xla.mesa, options))
+    return jax.lax.platform_dependent(q, k, v, *rest, **run, default=partial(xla.mesa_xla, options))
 
 
 IMPLEMENTATIONS = {
-    "reference": reference.mesa,
-    "xla": xla.mesa,
-    "pallas_gpu": pallas_gpu.mesa,
-    "pallas_tpu": pallas_tpu.mesa,
+    "reference": reference.mesa_reference,
+    "xla": xla.mesa_xla,
+    "pallas_gpu": pallas_gpu.mesa_pallas_gpu,
+    "pallas_tpu": pallas_tpu.mesa_pallas_tpu,
 }
 SOLVERS = ("cg", "pcg")
 MESA_SOLUTION = "mesa_q_star"  # checkpoint name of the solved systems, for rematerialisation policies
@@ -103,7 +103,7 @@ def mesa(
     dtype = checks.accumulation_dtype(q, k, v)
     state = _initial_state(sizes, dtype) if initial_state is None else tuple(s.astype(dtype) for s in initial_state)
     chunk = chunks.pick_chunk(chunk_size, sequence_parallel.span_length(sizes["T"]))
-    options = chunked.Options(solver, max_iters, float(tol), chunk)
+    options = MesaOptions(solver, max_iters, float(tol), chunk)
 
     def outputs_and_state(*arrays):
         o, final_state, iterations = run(options, *arrays)
@@ -130,9 +130,9 @@ def mesa_step(
     """
     _check_arrays("mesa_step", "BH", q, k, v, log_decay, beta, lam, state)
     _check_solver("mesa_step", solver, max_iters, tol)
-    options = chunked.Options(solver, max_iters, float(tol), chunk=1)
+    options = MesaOptions(solver, max_iters, float(tol), chunk=1)
     arrays = q, k, v, log_decay, beta, lam, *state
-    fused = partial(step_gpu.mesa_step, options)
+    fused = partial(step_gpu.mesa_step_pallas_gpu, options)
 
     def one_token_row(q, k, v, log_decay, beta, lam, *state):
         row = (x[:, None] for x in (q, k, v, log_decay, beta))

@@ -18,13 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesanet_kernels.checks import accumulation_dtype
 from mesanet_kernels.linear_recurrence import chunks
-
-
-class Options(NamedTuple):
-    solver: str
-    max_iters: int
-    tol: float
-    chunk: int
+from mesanet_kernels.ops.mesa.options import MESA_SOLUTION
 
 
 class Chunked(NamedTuple):
@@ -39,7 +33,9 @@ class Chunked(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def mesa(solve: Callable, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
+def mesa_chunked(
+    solve: Callable, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT
+):
     """Returns (o [B,T,H,V], (h_kk, h_kv), iterations [B,T,H]); `api.mesa` says what each argument is.
 
     solve: (options, chunked, rhs_NBHCK) -> `Solution`, of all the systems (H_t + Lambda) x_t = rhs_t.
@@ -52,14 +48,14 @@ def _forward(solve, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, la
     chunked, final_state = _prepare(
         options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, lam_HK=lam_HK
     )
-    solution = solve(options, chunked, chunks.split(q_BTHK.astype(dtype), options.chunk))
+    solution = solve(options, chunked, chunks.to_chunks(q_BTHK.astype(dtype), options.chunk))
     # Named so that a rematerialisation policy can keep the one value that is expensive to recompute.
-    solution_NBHCK = checkpoint_name(solution.x_RK, "mesa_q_star")
+    solution_NBHCK = checkpoint_name(solution.x_RK, MESA_SOLUTION)
     o_NBHCV = _read_values(chunked, solution_NBHCK)
     output = (
-        chunks.join(o_NBHCV, length).astype(v_BTHV.dtype),
+        chunks.from_chunks(o_NBHCV, length).astype(v_BTHV.dtype),
         final_state,
-        chunks.join(solution.iterations_R, length),
+        chunks.from_chunks(solution.iterations_R, length),
     )
     # Saved: the inputs but q, and q*. States are recomputed: they are K (K + V) / C times as large as a key.
     return output, (
@@ -70,7 +66,7 @@ def _forward(solve, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, la
         lam_HK,
         state,
         segment_ids_BT,
-        chunks.join(solution_NBHCK, length),
+        chunks.from_chunks(solution_NBHCK, length),
     )
 
 
@@ -82,7 +78,7 @@ def _backward(solve, options, saved, cotangents):
     k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT, solution_BTHK = saved
     do_BTHV, dfinal_state, _ = cotangents
     length, dtype = k_BTHK.shape[1], solution_BTHK.dtype
-    solution_NBHCK = chunks.split(solution_BTHK, options.chunk)
+    solution_NBHCK = chunks.to_chunks(solution_BTHK, options.chunk)
 
     def readouts(k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state):
         chunked, final_state = _prepare(
@@ -91,17 +87,17 @@ def _backward(solve, options, saved, cotangents):
         return (_read_values(chunked, solution_NBHCK), read_keys(chunked, solution_NBHCK), final_state), chunked
 
     _, gradients_of, chunked = jax.vjp(readouts, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, has_aux=True)
-    do_NBHCV = chunks.split(do_BTHV.astype(dtype), options.chunk)
+    do_NBHCV = chunks.to_chunks(do_BTHV.astype(dtype), options.chunk)
     (dsolution_NBHCK,) = jax.linear_transpose(partial(_read_values, chunked), solution_NBHCK)(do_NBHCV)
     e_NBHCK = solve(options, chunked, dsolution_NBHCK).x_RK
 
     dk, dv, dlog_decay, dbeta, dstate = gradients_of((do_NBHCV, -e_NBHCK, dfinal_state))
-    dq_BTHK = chunks.join(e_NBHCK, length).astype(k_BTHK.dtype)
+    dq_BTHK = chunks.from_chunks(e_NBHCK, length).astype(k_BTHK.dtype)
     dlam_HK = -jnp.sum(solution_NBHCK * e_NBHCK, axis=(0, 1, 3)).astype(lam_HK.dtype)
     return dq_BTHK, dk, dv, dlog_decay, dbeta, dlam_HK, dstate, None
 
 
-mesa.defvjp(_forward, _backward)
+mesa_chunked.defvjp(_forward, _backward)
 
 
 def _prepare(options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, *, lam_HK):
@@ -109,7 +105,7 @@ def _prepare(options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_id
     dtype, value_size = accumulation_dtype(k_BTHK, v_BTHV), v_BTHV.shape[-1]
     h_kk_BHKK, h_kv_BHKV = state
     weights = chunks.chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT, chunk=options.chunk)
-    k_NBHCK, v_NBHCV = (chunks.split(x.astype(dtype), options.chunk) for x in (k_BTHK, v_BTHV))
+    k_NBHCK, v_NBHCV = (chunks.to_chunks(x.astype(dtype), options.chunk) for x in (k_BTHK, v_BTHV))
     values_NBHCW = jnp.concatenate([v_NBHCV, k_NBHCK], axis=-1)
     # Transposed, as `read` gives S^T p: of a symmetric matrix it makes no difference but to the gradient's layout.
     initial_BHKW = jnp.concatenate([h_kv_BHKV, h_kk_BHKK.mT], axis=-1)

@@ -15,21 +15,21 @@ from mesanet_kernels.partition import partitioned
 AXES = ("BTHK", "BTHK", "BTHV", "BTH", "BTH", "HK", "BHKK", "BHKV", "BT")
 
 
-class Kernels(NamedTuple):
+class MesaKernels(NamedTuple):
     """Functions of `options` and arrays.
 
-    read: (q, k, v, log_decay, beta, lam, h_kk, h_kv, segment_ids) -> (o, final h_kk and h_kv, iterations [B,T,H], *kept).
-    differentiate: (k, v, ..., segment_ids, *kept, do, dh_kk, dh_kv) -> gradients of q, k, v, log_decay, beta, of lam for
+    forward: (q, k, v, log_decay, beta, lam, h_kk, h_kv, segment_ids) -> (o, final h_kk and h_kv, iterations [B,T,H], *kept).
+    backward: (k, v, ..., segment_ids, *kept, do, dh_kk, dh_kv) -> gradients of q, k, v, log_decay, beta, of lam for
       each row of the batch [B,H,K], of h_kk and h_kv.
     kept: a letter for each dimension of the arrays that are kept between them.
     """
 
-    read: Callable
-    differentiate: Callable
+    forward: Callable
+    backward: Callable
     kept: tuple[str, ...]
 
 
-def mesa(kernels, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
+def mesa_from_kernels(kernels, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
     """Returns (o [B,T,H,V], (h_kk, h_kv), iterations [B,T,H]); `api.mesa` says what each argument is."""
     arrays = (q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, *state, segment_ids_BT)
     o_BTHV, h_kk_BHKK, h_kv_BHKV, iterations_BTH = _mesa(kernels, options, *arrays)
@@ -44,7 +44,7 @@ def _mesa(kernels, options, *arrays):
 def _forward(kernels, options, *arrays):
     results = ("BTHV", "BHKK", "BHKV", "BTH", *kernels.kept)
     o_BTHV, h_kk_BHKK, h_kv_BHKV, iterations_BTH, *kept = partitioned(
-        partial(kernels.read, options), arrays, axes=AXES, results=results
+        partial(kernels.forward, options), arrays, axes=AXES, results=results
     )
     if options.tol == 0:  # rows that rest at rounding error have had all their steps
         iterations_BTH = jnp.full_like(iterations_BTH, options.max_iters)
@@ -55,7 +55,7 @@ def _backward(kernels, options, saved, cotangents):
     inputs, kept = saved
     do_BTHV, dh_kk_BHKK, dh_kv_BHKV, _ = cotangents
     dq, dk, dv, dlog_decay, dbeta, dlam, *dstate = partitioned(
-        partial(kernels.differentiate, options),
+        partial(kernels.backward, options),
         (*inputs, *kept, do_BTHV, dh_kk_BHKK, dh_kv_BHKV),
         axes=(*AXES[1:], *kernels.kept, "BTHV", "BHKK", "BHKV"),
         results=(*AXES[:5], "BHK", *AXES[6:8]),

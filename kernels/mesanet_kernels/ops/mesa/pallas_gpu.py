@@ -17,11 +17,12 @@ from jax.lax import optimization_barrier as barrier
 from mesanet_kernels.checks import require
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.linear_recurrence.gpu import recurrence
-from mesanet_kernels.linear_recurrence.gpu.gradients import Memory, gradients
-from mesanet_kernels.linear_recurrence.gpu.readout import readout
-from mesanet_kernels.linear_recurrence.gpu.states import states
-from mesanet_kernels.linear_recurrence.gpu.weights import chunk_weights, gates_cotangents
+from mesanet_kernels.linear_recurrence.gpu.gradients import RecurrenceInputsGpu, gradients_gpu
+from mesanet_kernels.linear_recurrence.gpu.readout import readout_gpu
+from mesanet_kernels.linear_recurrence.gpu.states import states_gpu
+from mesanet_kernels.linear_recurrence.gpu.weights import chunk_weights_gpu, gate_cotangents
 from mesanet_kernels.ops.mesa import differentiable, solve_gpu
+from mesanet_kernels.ops.mesa.options import MESA_SOLUTION
 from mesanet_kernels.tiles import gpu as tiles
 
 CHUNK = tiles.CHUNK
@@ -29,11 +30,11 @@ TWO = (jnp.bfloat16,) * 2  # parts of a state
 LARGEST_STATE = 2.0**14  # of a matrix in float16, with room for the decay and the sum of both parts
 
 
-def mesa(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
+def mesa_pallas_gpu(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
     """As `api.mesa`, in chunks of 64. Raises NotImplementedError for what the kernels lack."""
     require("mesa", "pallas_gpu", lacks(options, q_BTHK, k_BTHK, v_BTHV))
     arrays = q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT
-    return differentiable.mesa(KERNELS, options, *arrays)
+    return differentiable.mesa_from_kernels(KERNELS, options, *arrays)
 
 
 def lacks(options, q_BTHK, k_BTHK, v_BTHV):
@@ -45,7 +46,7 @@ def lacks(options, q_BTHK, k_BTHK, v_BTHV):
     return tiles.lacks((k_BTHK.shape[-1], v_BTHV.shape[-1]))
 
 
-class Systems(NamedTuple):
+class ScaledSystems(NamedTuple):
     """What the solve needs of H for all chunks; each chunk's state is divided by a size that float16 can hold."""
 
     parts_NBHKK: tuple[jax.Array, jax.Array]
@@ -58,27 +59,27 @@ class Kept(NamedTuple):
 
     x_parts: tuple[jax.Array, jax.Array]  # the solution, [B,T,H,K]
     g_parts: tuple[jax.Array, jax.Array]  # [N,B,H,K,V]
-    systems: Systems
+    systems: ScaledSystems
     weights: chunks.ChunkWeights
 
 
 KEPT = Kept(
-    ("BTHK",) * 2, ("NBHKV",) * 2, Systems(("NBHKK",) * 2, "NBHK", "NBHC"), chunks.ChunkWeights("NBHCC", "NBHC")
+    ("BTHK",) * 2, ("NBHKV",) * 2, ScaledSystems(("NBHKK",) * 2, "NBHK", "NBHC"), chunks.ChunkWeights("NBHCC", "NBHC")
 )
 
 
 def _solve_and_read(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, h_kk, h_kv, segment_ids_BT):
     length = q_BTHK.shape[1]
     q_BTHK, k_BTHK, v_BTHV = (chunks.pad_time(x, chunk=CHUNK) for x in (q_BTHK, k_BTHK, v_BTHV))
-    weights = chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT)
-    g_parts, final_h_kv = recurrence.entering(k_BTHK, v_BTHV, weights, h_kv, stored=TWO)
-    systems, final_h_kk = systems_of(k_BTHK, weights, h_kk)
-    x_parts, iterations_NBHC = solve(options, systems, (q_BTHK,), k_BTHK, weights, lam_HK)
+    weights = chunk_weights_gpu(log_decay_BTH, beta_BTH, segment_ids_BT)
+    g_parts, final_h_kv = recurrence.entering_states(k_BTHK, v_BTHV, weights, h_kv, stored=TWO)
+    systems, final_h_kk = scaled_systems(k_BTHK, weights, h_kk)
+    x_parts, iterations_NBHC = solve_scaled_systems(options, systems, (q_BTHK,), k_BTHK, weights, lam_HK)
     # Named so that a rematerialisation policy can keep the one value that is expensive to recompute; what follows reads
     # the named one, or it would be recomputed for that.
-    x_parts = tuple(checkpoint_name(part, "mesa_q_star") for part in x_parts)
-    (o_BTHV,) = readout(x_parts, k_BTHK, v_BTHV, *weights, g_parts)
-    iterations_BTH = chunks.join(iterations_NBHC, length)
+    x_parts = tuple(checkpoint_name(part, MESA_SOLUTION) for part in x_parts)
+    (o_BTHV,) = readout_gpu(x_parts, k_BTHK, v_BTHV, *weights, g_parts)
+    iterations_BTH = chunks.from_chunks(iterations_NBHC, length)
     kept = jax.tree.leaves(Kept(x_parts, g_parts, systems, weights))
     return o_BTHV[:, :length], final_h_kk, final_h_kv, iterations_BTH, *kept
 
@@ -91,17 +92,22 @@ def _solve_and_differentiate(options, *arrays):
     k_BTHK, v_BTHV, do_BTHV = (chunks.pad_time(x, chunk=CHUNK) for x in (k_BTHK, v_BTHV, do_BTHV))
 
     # Of -dq*, since it is -e* that the second memory takes.
-    minus_dx_parts = readout((do_BTHV,), v_BTHV, k_BTHK, *weights, g_parts, transposed=True, results=2, scale=-1.0)
-    minus_e_parts, _ = solve(options, systems, minus_dx_parts, k_BTHK, weights, lam_HK)
+    minus_dx_parts = readout_gpu((do_BTHV,), v_BTHV, k_BTHK, *weights, g_parts, transposed=True, results=2, scale=-1.0)
+    minus_e_parts, _ = solve_scaled_systems(options, systems, minus_dx_parts, k_BTHK, weights, lam_HK)
 
     # The gradients of sum(do . G q*) - sum(e* . H q*) at fixed q*: of two memories with the same keys.
-    h_parts, _ = recurrence.entering(k_BTHK, k_BTHK, weights, h_kk.mT, factors=2, stored=TWO)
-    dg_parts, dh_kv = recurrence.leaving_cotangents(x_parts, (do_BTHV,), weights, dh_kv, stored=TWO)
-    dh_parts, dh_kk = recurrence.leaving_cotangents(x_parts, minus_e_parts, weights, dh_kk.mT, factors=2, stored=TWO)
-    memories = Memory(v_BTHV, (do_BTHV,), g_parts, dg_parts), Memory(k_BTHK, minus_e_parts, h_parts, dh_parts)
-    found = gradients(x_parts, k_BTHK, weights.intra_NBHCC, weights.intra_NBHCC[..., -1, :], memories)
+    h_parts, _ = recurrence.entering_states(k_BTHK, k_BTHK, weights, h_kk.mT, factors=2, stored=TWO)
+    dg_parts, dh_kv = recurrence.leaving_state_cotangents(x_parts, (do_BTHV,), weights, dh_kv, stored=TWO)
+    dh_parts, dh_kk = recurrence.leaving_state_cotangents(
+        x_parts, minus_e_parts, weights, dh_kk.mT, factors=2, stored=TWO
+    )
+    memories = (
+        RecurrenceInputsGpu(v_BTHV, (do_BTHV,), g_parts, dg_parts),
+        RecurrenceInputsGpu(k_BTHK, minus_e_parts, h_parts, dh_parts),
+    )
+    found = gradients_gpu(x_parts, k_BTHK, weights.intra_NBHCC, weights.intra_NBHCC[..., -1, :], memories)
     dweights = recurrence.weight_cotangents(found)
-    dlog_decay_BTH, dbeta_BTH = gates_cotangents(log_decay_BTH, beta_BTH, segment_ids_BT, weights, dweights)
+    dlog_decay_BTH, dbeta_BTH = gate_cotangents(log_decay_BTH, beta_BTH, segment_ids_BT, weights, dweights)
     dv_BTHV, dk_as_value_BTHK = found.dv_BTHV
     dk_BTHK = (found.dk_BTHK.astype(jnp.float32) + dk_as_value_BTHK).astype(k_BTHK.dtype)
     dlam_BHK = jnp.sum(_total(x_parts) * _total(minus_e_parts), axis=1)
@@ -113,25 +119,25 @@ def _total(parts):
     return sum(part.astype(jnp.float32) for part in parts)
 
 
-def systems_of(k_BTHK, weights, h_kk_BHKK):
-    """The `Systems` of a sequence and its final h_kk, from keys in whole chunks."""
+def scaled_systems(k_BTHK, weights, h_kk_BHKK):
+    """The `ScaledSystems` of a sequence and its final h_kk, from keys in whole chunks."""
     leave_NBHC, carry_NBH = weights.intra_NBHCC[..., -1, :], weights.enter_NBHC[..., -1]
-    *scaled_inputs, size_NBH = scaled(k_BTHK, leave_NBHC, carry_NBH, h_kk_BHKK)
-    parts_NBHKK, final_BHKK = states(
+    *scaled_inputs, size_NBH = scaled_recurrence(k_BTHK, leave_NBHC, carry_NBH, h_kk_BHKK)
+    parts_NBHKK, final_BHKK = states_gpu(
         (k_BTHK,), (k_BTHK,), *scaled_inputs, factors=3, stored=(jnp.float16,) * 2, symmetric=True
     )
     diagonal_NBHK = jnp.diagonal(parts_NBHKK[0], axis1=-2, axis2=-1).astype(jnp.float32)
-    systems = Systems(parts_NBHKK, diagonal_NBHK, weights.enter_NBHC * size_NBH[:-1, ..., None])
+    systems = ScaledSystems(parts_NBHKK, diagonal_NBHK, weights.enter_NBHC * size_NBH[:-1, ..., None])
     return systems, final_BHKK * size_NBH[-1, ..., None, None]
 
 
-def scaled(k_BTHK, leave_NBHC, carry_NBH, h_kk_BHKK):
+def scaled_recurrence(k_BTHK, leave_NBHC, carry_NBH, h_kk_BHKK):
     """The weights, carries and initial state of a recurrence whose states are H divided by sizes [N+1,B,H]; the sizes.
 
     H is positive semidefinite: no entry exceeds the largest on its diagonal, and that grows by at most what is written.
     """
     largest_BTH = jnp.max(jnp.square(k_BTHK.astype(jnp.float32)), axis=-1)
-    written_NBH = jnp.sum(leave_NBHC * chunks.split(largest_BTH, CHUNK), axis=-1)
+    written_NBH = jnp.sum(leave_NBHC * chunks.to_chunks(largest_BTH, CHUNK), axis=-1)
     # Without the first barrier the compiler evaluates the maximum of the usual first state, zeros, itself: for seconds;
     # without the second it lets one thread look for the maximum of a head, where there are few.
     first_BH = barrier(jnp.max(jnp.abs(barrier(h_kk_BHKK)), axis=(-2, -1)))
@@ -142,9 +148,9 @@ def scaled(k_BTHK, leave_NBHC, carry_NBH, h_kk_BHKK):
     return weight_NBHC, carry_NBH * entering_NBH / leaving_NBH, h_kk_BHKK / size_NBH[0, ..., None, None], size_NBH
 
 
-def solve(options, systems, rhs_parts, k_BTHK, weights, lam_HK):
-    """`solve_gpu.solve`."""
-    return solve_gpu.solve(
+def solve_scaled_systems(options, systems, rhs_parts, k_BTHK, weights, lam_HK):
+    """`solve_gpu.solve_systems_gpu`."""
+    return solve_gpu.solve_systems_gpu(
         rhs_parts,
         k_BTHK,
         systems.parts_NBHKK,
@@ -157,4 +163,4 @@ def solve(options, systems, rhs_parts, k_BTHK, weights, lam_HK):
     )
 
 
-KERNELS = differentiable.Kernels(_solve_and_read, _solve_and_differentiate, tuple(jax.tree.leaves(KEPT)))
+KERNELS = differentiable.MesaKernels(_solve_and_read, _solve_and_differentiate, tuple(jax.tree.leaves(KEPT)))

@@ -15,22 +15,23 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesanet_kernels.checks import require
 from mesanet_kernels.linear_recurrence import chunks
-from mesanet_kernels.linear_recurrence.tpu.forward import forward
-from mesanet_kernels.linear_recurrence.tpu.gradients import Memory, gradients
-from mesanet_kernels.linear_recurrence.tpu.states import states
-from mesanet_kernels.linear_recurrence.tpu.weights import chunk_weights
+from mesanet_kernels.linear_recurrence.tpu.forward import forward_tpu
+from mesanet_kernels.linear_recurrence.tpu.gradients import RecurrenceInputsTpu, gradients_tpu
+from mesanet_kernels.linear_recurrence.tpu.states import states_tpu
+from mesanet_kernels.linear_recurrence.tpu.weights import chunk_weights_tpu
 from mesanet_kernels.ops.mesa import differentiable, solve_tpu
+from mesanet_kernels.ops.mesa.options import MESA_SOLUTION
 from mesanet_kernels.tiles import tpu as tiles
 
 CHUNK = tiles.CHUNK
 SIZES = (64, 128)
 
 
-def mesa(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
+def mesa_pallas_tpu(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
     """As `api.mesa`, in chunks of 128. Raises NotImplementedError for what the kernels lack."""
     require("mesa", "pallas_tpu", lacks(options, q_BTHK, k_BTHK, v_BTHV))
     arrays = q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT
-    return differentiable.mesa(KERNELS, options, *arrays)
+    return differentiable.mesa_from_kernels(KERNELS, options, *arrays)
 
 
 def lacks(options, q_BTHK, k_BTHK, v_BTHV):
@@ -47,13 +48,13 @@ def lacks(options, q_BTHK, k_BTHK, v_BTHV):
 def _solve_and_read(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, h_kk, h_kv, segment_ids_BT):
     length = q_BTHK.shape[1]
     q_BTHK, k_BTHK, v_BTHV = (chunks.pad_time(x, chunk=CHUNK) for x in (q_BTHK, k_BTHK, v_BTHV))
-    weights = chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT)
+    weights = chunk_weights_tpu(log_decay_BTH, beta_BTH, segment_ids_BT)
     x_BTHK, final_h_kk, iterations_NBHC = _solve(options, q_BTHK, k_BTHK, weights, lam_HK, h_kk)
     # Named so that a rematerialisation policy can keep the one value that is expensive to recompute; what follows reads
     # the named one, or it would be recomputed for that.
-    x_BTHK = checkpoint_name(x_BTHK, "mesa_q_star")
-    o_BTHV, final_h_kv = forward(x_BTHK, k_BTHK, v_BTHV, weights, h_kv, parts=tiles.EXACT)
-    iterations_BTH = chunks.join(iterations_NBHC, length)
+    x_BTHK = checkpoint_name(x_BTHK, MESA_SOLUTION)
+    o_BTHV, final_h_kv = forward_tpu(x_BTHK, k_BTHK, v_BTHV, weights, h_kv, parts=tiles.EXACT)
+    iterations_BTH = chunks.from_chunks(iterations_NBHC, length)
     return o_BTHV[:, :length], final_h_kk, final_h_kv, iterations_BTH, x_BTHK[:, :length]
 
 
@@ -62,18 +63,21 @@ def _solve_and_differentiate(options, *arrays):
     k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, h_kk, h_kv, segment_ids_BT, x_BTHK, do_BTHV, dh_kk, dh_kv = arrays
     length = k_BTHK.shape[1]
     k_BTHK, v_BTHV, do_BTHV, x_BTHK = (chunks.pad_time(x, chunk=CHUNK) for x in (k_BTHK, v_BTHV, do_BTHV, x_BTHK))
-    weigh = partial(chunk_weights, segment_ids_BT=segment_ids_BT)
+    weigh = partial(chunk_weights_tpu, segment_ids_BT=segment_ids_BT)
     weights, gates_gradients = jax.vjp(weigh, log_decay_BTH, beta_BTH)
 
     # Of -dq*, since it is -e* that the second memory takes.
-    minus_dx_BTHK, _ = forward(-do_BTHV, v_BTHV, k_BTHK, weights, h_kv.mT, parts=tiles.EXACT, dtype=jnp.float32)
+    minus_dx_BTHK, _ = forward_tpu(-do_BTHV, v_BTHV, k_BTHK, weights, h_kv.mT, parts=tiles.EXACT, dtype=jnp.float32)
     minus_e_BTHK, *_ = _solve(options, minus_dx_BTHK, k_BTHK, weights, lam_HK, h_kk)
 
     # The gradients of sum(do . G q*) - sum(e* . H q*) at fixed q*: of two memories with the same keys.
-    g_NBHKV = states(k_BTHK, v_BTHV, weights, h_kv, dtype=jnp.float32)
-    h_NBHKK = states(k_BTHK, k_BTHK, weights, h_kk.mT, dtype=jnp.float32)
-    memories = Memory(v_BTHV, do_BTHV, g_NBHKV, dh_kv), Memory(k_BTHK, minus_e_BTHK, h_NBHKK, dh_kk.mT)
-    found = gradients(x_BTHK, k_BTHK, weights, memories, queries=False)
+    g_NBHKV = states_tpu(k_BTHK, v_BTHV, weights, h_kv, dtype=jnp.float32)
+    h_NBHKK = states_tpu(k_BTHK, k_BTHK, weights, h_kk.mT, dtype=jnp.float32)
+    memories = (
+        RecurrenceInputsTpu(v_BTHV, do_BTHV, g_NBHKV, dh_kv),
+        RecurrenceInputsTpu(k_BTHK, minus_e_BTHK, h_NBHKK, dh_kk.mT),
+    )
+    found = gradients_tpu(x_BTHK, k_BTHK, weights, memories, queries=False)
     dlog_decay_BTH, dbeta_BTH = gates_gradients(found.weights)
     (dv_BTHV, dk_as_value_BTHK), (dh_kv, dh_kk) = found.dv_BTHV, found.dinitial_BHKV
     dk_BTHK = (found.dk_BTHK.astype(jnp.float32) + dk_as_value_BTHK).astype(k_BTHK.dtype)
@@ -83,7 +87,7 @@ def _solve_and_differentiate(options, *arrays):
 
 
 def _solve(options, *arrays):
-    return solve_tpu.solve(*arrays, max_iters=options.max_iters, tol=options.tol)
+    return solve_tpu.solve_systems_tpu(*arrays, max_iters=options.max_iters, tol=options.tol)
 
 
-KERNELS = differentiable.Kernels(_solve_and_read, _solve_and_differentiate, kept=("BTHK",))
+KERNELS = differentiable.MesaKernels(_solve_and_read, _solve_and_differentiate, kept=("BTHK",))

@@ -10,7 +10,7 @@ from mesanet_kernels.checks import accumulation_dtype
 from mesanet_kernels.linear_recurrence.token_scan import scan_tokens
 
 
-def mesa(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
+def mesa_reference(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
     """The exact solution: `options` (steps, tolerance, chunk) do not apply, and `iterations` is 0."""
     del options
     dtype = accumulation_dtype(q_BTHK, k_BTHK, v_BTHV)

@@ -30,7 +30,9 @@ PADDING = 8  # numbers after each row of a matrix that only threads read, each i
 SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
 
-def solve(rhs_parts, k_BTHK, parts_NBHKK, diagonal_NBHK, intra_NBHCC, enter_NBHC, lam_HK, *, max_iters, tol):
+def solve_systems_gpu(
+    rhs_parts, k_BTHK, parts_NBHKK, diagonal_NBHK, intra_NBHCC, enter_NBHC, lam_HK, *, max_iters, tol
+):
     """(H_t + Lambda)^{-1} rhs_t of every token, T = N C.
 
     Args:

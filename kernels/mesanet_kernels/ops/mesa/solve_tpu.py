@@ -25,7 +25,7 @@ PARTS = 2  # of directions and of the state
 EXACT_STEPS = 2
 
 
-def solve(rhs_BTHK, k_BTHK, weights, lam_HK, initial_BHKK, *, max_iters, tol):
+def solve_systems_tpu(rhs_BTHK, k_BTHK, weights, lam_HK, initial_BHKK, *, max_iters, tol):
     """(H_t + Lambda)^{-1} rhs_t of every token, T = N C, as `solver.conjugate_gradients`.
 
     Args:

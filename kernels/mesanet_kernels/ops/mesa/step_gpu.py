@@ -25,7 +25,7 @@ AXES = ("BHK", "BHK", "BHV", "BHK", "BHK", "HK", "BHKK", "BHKV")
 RESULTS = ("BHV", "BHKK", "BHKV", "BH")
 
 
-def mesa_step(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, h_kk_BHKK, h_kv_BHKV):
+def mesa_step_pallas_gpu(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, h_kk_BHKK, h_kv_BHKV):
     """(o [B,H,V], new state, iterations [B,H]); `api.mesa_step` says what each argument is.
 
     Raises:
@@ -57,7 +57,7 @@ def _backward(options, arrays, cotangents):
 
     def outputs(q, k, v, log_decay, beta, lam, *state):
         row = [x[:, None] for x in (q, k, v, log_decay, beta)]
-        o, state, _ = xla.mesa(options, *row, lam, state, jnp.zeros(row[0].shape[:2], jnp.int32))
+        o, state, _ = xla.mesa_xla(options, *row, lam, state, jnp.zeros(row[0].shape[:2], jnp.int32))
         return o[:, 0], state
 
     return jax.vjp(outputs, *arrays)[1](cotangents[:2])

@@ -13,7 +13,7 @@ from mesanet_kernels.ops.mesa import chunked as chunked_lib
 from mesanet_kernels.ops.mesa.solver import conjugate_gradients, preconditioned_conjugate_gradients
 
 
-def solve(options, chunked, rhs_NBHCK):
+def solve_systems_xla(options, chunked, rhs_NBHCK):
     """(H_t + Lambda)^{-1} rhs_t for every token."""
     lam_H1K = chunked.lam_HK[:, None, :]
 
@@ -51,4 +51,4 @@ def mean_inverse(chunked):
     return chunks.product("nbhmk,nbhml->nbhkl", half_NBHKK, half_NBHKK, dtype)
 
 
-mesa = partial(chunked_lib.mesa, solve)
+mesa_xla = partial(chunked_lib.mesa_chunked, solve_systems_xla)

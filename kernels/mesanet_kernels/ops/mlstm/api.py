@@ -12,7 +12,7 @@ from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.mlstm import reference, xla
 from mesanet_kernels.ops.mlstm.sequence_parallel import MEMORY
 
-IMPLEMENTATIONS = {"reference": reference.mlstm, "xla": xla.mlstm}
+IMPLEMENTATIONS = {"reference": reference.mlstm_reference, "xla": xla.mlstm_xla}
 
 
 def mlstm(

@@ -14,7 +14,7 @@ STABILISER_FLOOR = -40.0
 EPSILON = 1e-6  # as in the authors' implementation
 
 
-def mlstm(chunk, q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH, state, segment_ids_BT):
+def mlstm_reference(chunk, q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH, state, segment_ids_BT):
     """`state` is (C [B,H,K,V], n [B,H,K], m [B,H]); `chunk` does not apply."""
     del chunk
     dtype = accumulation_dtype(q_BTHK, k_BTHK, v_BTHV)

@@ -12,19 +12,19 @@ from mesanet_kernels.recompute import recomputed
 
 
 @recomputed
-def mlstm(chunk, q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH, state, segment_ids_BT):
+def mlstm_xla(chunk, q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH, state, segment_ids_BT):
     """Returns (o [B,T,H,V], final state (C, n, m)); `api.mlstm` says what each argument is."""
     cell_BHKV, normaliser_BHK, stabiliser_BH = state
     length = q_BTHK.shape[1]
     weights, m_NBHC, final_m_BH = _weights(input_gate_BTH, forget_gate_BTH, stabiliser_BH, segment_ids_BT, chunk=chunk)
-    q_NBHCK, k_NBHCK, v_NBHCV = (chunks.split(x, chunk) for x in (q_BTHK, k_BTHK, v_BTHV))
+    q_NBHCK, k_NBHCK, v_NBHCV = (chunks.to_chunks(x, chunk) for x in (q_BTHK, k_BTHK, v_BTHV))
     states_NBHKV, final_cell_BHKV = chunks.chunk_states(k_NBHCK, v_NBHCV, weights, cell_BHKV)
     read_NBHCV = chunks.read(q_NBHCK, k_NBHCK, v_NBHCV, weights, states_NBHKV)
     sum_NBHC, final_normaliser_BHK = _sums(q_NBHCK, k_NBHCK, weights, normaliser_BHK)
     scale = q_BTHK.shape[-1] ** -0.5
     o_NBHCV = normalise(scale * read_NBHCV, scale * sum_NBHC, m_NBHC)
     final = final_cell_BHKV, final_normaliser_BHK, final_m_BH
-    return chunks.join(o_NBHCV, length).astype(v_BTHV.dtype), final
+    return chunks.from_chunks(o_NBHCV, length).astype(v_BTHV.dtype), final
 
 
 def _sums(q_NBHCK, k_NBHCK, weights, normaliser_BHK):
@@ -50,7 +50,7 @@ def _weights(input_gate_BTH, forget_gate_BTH, initial_m_BH, segment_ids_BT, *, c
     log_forget_BTH = jax.nn.log_sigmoid(forget_gate_BTH)
     between_NBHCC, enter_NBHC = chunks.log_decays(log_forget_BTH, segment_ids_BT, chunk=chunk)
     padding = (0, 0), (0, -input_gate_BTH.shape[1] % chunk), (0, 0)
-    gates = lambda x_BTH: chunks.split(jnp.pad(x_BTH, padding, constant_values=-jnp.inf), chunk)
+    gates = lambda x_BTH: chunks.to_chunks(jnp.pad(x_BTH, padding, constant_values=-jnp.inf), chunk)
 
     lower_BTH = lower_bounds(input_gate_BTH, log_forget_BTH, segment_ids_BT)
     inside_NBHC = jnp.max(between_NBHCC + gates(lower_BTH)[..., None, :], axis=-1)
