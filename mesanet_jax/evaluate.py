@@ -109,7 +109,7 @@ def evaluate(
     # All devices share the parameters and the rows. The sequence axis is that of training, where it divides the length.
     mesh = mesh_lib.make_mesh((1, -1, 1, math.gcd(config.mesh.sequence, jax.device_count(), seq_len)))
     model = models.build(config.model)
-    with jax.set_mesh(mesh), Watchdog(config.train.watchdog_minutes) as watchdog:
+    with mesh_lib.use_mesh(mesh), Watchdog(config.train.watchdog_minutes) as watchdog:
         params, step = checkpoint.restore_params(directory, model, mesh, step=step)
         check_tokenizer(rows, directory, step=step)
         scores = step_lib.compile_call(model.scores, model, mesh)

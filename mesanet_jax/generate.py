@@ -96,7 +96,7 @@ def generate(args: argparse.Namespace, config: Config, sampling: Sampling, text:
     stops = {rows.tokenizer.bos_id} | ({rows.tokenizer.eos_id} if rows.manifest["eos"] else set())
     mesh = mesh_lib.make_mesh((1, 1, 1), jax.devices()[:1])
     model = models.build(config.model)
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         params, step = checkpoint.restore_params(args.workdir, model, mesh, step=args.step)
         check_tokenizer(rows, args.workdir, step=step)
         sampler = Sampler(model)

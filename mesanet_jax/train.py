@@ -89,7 +89,7 @@ def train(
         watchdog = stack.enter_context(Watchdog(config.train.watchdog_minutes))
         stack.callback(checkpoints.close)  # waits for the other processes
         stack.enter_context(distributed.without_cleanup())
-        stack.enter_context(jax.set_mesh(mesh))
+        stack.enter_context(mesh_lib.use_mesh(mesh))
         if chief:
             print(banner(config, model, program, rows, flops_per_token), flush=True)
             for line in changed_fields:

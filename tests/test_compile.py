@@ -40,7 +40,7 @@ def test_saved_step_is_the_one_that_train_would_compile(built, tmp_path):
     executable.save(path, built.executable, built.config, built.program.mesh)
     batch = mesh_lib.place_batch(ragged_batch(built.config), built.program.mesh)
     loaded = executable.load(path, built.config, built.program)
-    with jax.set_mesh(built.program.mesh):
+    with mesh_lib.use_mesh(built.program.mesh):
         ours, theirs = (step(built.program.init(jax.random.key(0)), batch) for step in (loaded, built.program.train))
     assert_bitwise(ours, theirs)
 

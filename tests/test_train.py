@@ -249,7 +249,9 @@ def test_update_that_is_not_finite(runs):
     assert step == 1 and all(np.linalg.norm(leaf) < 100 for leaf in jax.tree.leaves(state["params"]))
 
     limited = runs.run(name, options | {"train.nonfinite": "skip", "train.max_skips": 2})
-    assert limited.status == 1 and "step 4: " in limited.errors and "for 3 step(s) in a row" in limited.errors, limited.both
+    assert limited.status == 1 and "step 4: " in limited.errors and "for 3 step(s) in a row" in limited.errors, (
+        limited.both
+    )
     skipping = runs.run(name, options | {"train.nonfinite": "skip", "train.max_skips": 100})
     assert skipping.status == 0 and "step 8: not finite, update skipped" in skipping.both, skipping.both
     step, after = runs.state(name)

@@ -12,7 +12,7 @@ from mesanet_kernels.ops.linear_scan.api import linear_scan, linear_scan_step
 from mesanet_kernels.ops.mesa.api import MESA_SOLUTION, MesaOutput, mesa, mesa_step
 from mesanet_kernels.ops.mlstm.api import mlstm, mlstm_step
 from mesanet_kernels.ops.softmax_cross_entropy.api import softmax_cross_entropy
-from mesanet_kernels.partition import use_mesh_axes
+from mesanet_kernels.partition import mesh_axes
 
 __all__ = [
     "MESA_SOLUTION",
@@ -36,8 +36,8 @@ __all__ = [
     "linear_scan_step",
     "mesa",
     "mesa_step",
+    "mesh_axes",
     "mlstm",
     "mlstm_step",
     "softmax_cross_entropy",
-    "use_mesh_axes",
 ]

@@ -53,7 +53,7 @@ def build(config, topology: Topology) -> Build:
     about = (
         f"compiling {config.name} for {topology.name}, {config.train.rows_per_device} rows, remat {config.model.remat}"
     )
-    with elapsed(about), jax.set_mesh(mesh):
+    with elapsed(about), mesh_lib.use_mesh(mesh):
         lowered = program.train.trace(program.state, program.batch).lower(lowering_platforms=(topology.platform,))
         try:
             executable = lowered.compile()

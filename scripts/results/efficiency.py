@@ -75,7 +75,7 @@ def train(config: Config, length: int, tokens: int) -> Record:
     mesh, model = mesh_lib.make_mesh((1, 1, 1), jax.devices()[:1]), models.build(config.model)
     program = step_lib.compile_program(config, model, mesh)
     shape = (config.data.batch_size, length)
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         state = program.init(jax.random.key(0))
         batch = mesh_lib.place_batch(random_batch(config, shape), mesh)
         seconds = []

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     copy = jax.jit(lambda state: jax.tree.map(jnp.copy, state))  # because an update consumes its state
     batches = Batches(rows, config.data.batch_size, seed=config.data.seed, steps=args.updates)
     damaged = 0
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         state = program.init(jax.random.key(config.seed))
         for update, batch in enumerate(mesh_lib.placed(batches.iterate(0), mesh), start=1):
             before = state

@@ -102,7 +102,7 @@ def measure(config: Config, args: argparse.Namespace) -> Record:
     program = step_lib.compile_program(config, models.build(config.model), mesh)
     batches = Batches(rows, config.data.batch_size, seed=config.data.seed, steps=args.steps)
     losses, seconds = [], []
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         state = program.init(jax.random.key(config.seed))
         for batch in mesh_lib.placed(batches.iterate(0), mesh):
             began = time.monotonic()

@@ -32,20 +32,20 @@ def build(config, sizes=(1, 1, 1)) -> SimpleNamespace:
     """The program of a config on a mesh, and what it is made of."""
     mesh = mesh_lib.make_mesh(sizes, jax.devices()[: np.prod(sizes)])
     model = models.build(config.model)
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         program = step_lib.compile_program(config, model, mesh)
     return SimpleNamespace(config=config, mesh=mesh, model=model, program=program)
 
 
 def fresh(run):
     """The state that training begins with."""
-    with jax.set_mesh(run.mesh):
+    with mesh_lib.use_mesh(run.mesh):
         return run.program.init(jax.random.key(0))
 
 
 def update(run, state, batch):
     """(state, metrics) after an update."""
-    with jax.set_mesh(run.mesh):
+    with mesh_lib.use_mesh(run.mesh):
         return run.program.train(state, mesh_lib.place_batch(batch, run.mesh))
 
 

@@ -363,7 +363,7 @@ def two_updates(module, sizes=(1, 1, 1), rows_per_device=16):
     config.optimizer.warmup_steps = 0
     mesh = mesh_lib.make_mesh((*sizes, *(1,) * (len(mesh_lib.AXES) - 3)), jax.devices()[: np.prod(sizes)])
     records = []
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         program = step_lib.compile_program(config, models.build(config.model), mesh)
         state = program.init(jax.random.key(0))
         shardings = jax.tree.map(lambda x: x.sharding, state["params"])

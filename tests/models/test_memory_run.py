@@ -6,8 +6,8 @@ import pytest
 from etils import epath
 
 from mesanet_jax import evaluate, generate, train
+from mesanet_jax.comparing import report, results
 from mesanet_jax.data.rows import PackedRows
-from mesanet_jax.reporting import comparison
 from mesanet_jax.reporting.trackers import read_json_lines
 from mesanet_jax.runtime import workdir
 
@@ -53,11 +53,11 @@ def test_evaluation_prints_both_and_sweeps_are_exact(run, capsys):
     swept = json.loads(file.read_text())
     assert f"{swept['loss']:.4f}" in printed and f"{swept['modes']['lifted']['loss']:.4f}" in printed
     assert swept["told"]["sweeps"] >= 2
-    result = comparison.read(workdir.load(epath.Path(run), {}), epath.Path(run))
+    result = results.read(workdir.load(epath.Path(run), {}), epath.Path(run))
     assert (
         result.evaluation.loss == swept["loss"] and result.modes["lifted"]["loss"] == swept["modes"]["lifted"]["loss"]
     )
-    assert "| maglev-smoke | lifted |" in comparison.Comparison([result], failed={}).markdown()
+    assert "| maglev-smoke | lifted |" in report.ComparisonReport([result], failed={}).markdown()
     evaluate.main([f"--workdir={run}", "--batches=1", "--config.model.deployed_by=steps"])
     stepped = json.loads(file.read_text())
     assert stepped["loss"] == pytest.approx(swept["loss"], rel=1e-5) and stepped["told"] == {}

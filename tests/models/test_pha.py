@@ -373,7 +373,7 @@ def test_on_a_mesh():
     """Parameters are split like those of other blocks, and neither loss nor gradients depend on it."""
     config, model, params, loss, grads = reference()
     mesh = mesh_lib.make_mesh((1, 2, 2), jax.devices()[:4])
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         shardings = mesh_lib.shardings(model.axes, model.shapes, mesh)
         params = jax.device_put(params, shardings)
         kernel = params["groups"]["block_0"]["ffn"]["primary"]["up"]["kernel"]
@@ -394,7 +394,7 @@ def test_trains_without_warm_up_and_clipping(tiny_data):
     assert schedule.learning_rate(config)(0) == config.optimizer.learning_rate == 5e-3
     mesh = mesh_lib.make_mesh((1, 1, 1), jax.devices()[:1])
     losses = []
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         program = step_lib.compile_program(config, models.build(config.model), mesh)
         state = program.init(jax.random.key(0))
         for batch in Batches(rows, config.data.batch_size, seed=0, steps=config.steps).iterate():

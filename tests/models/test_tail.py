@@ -88,7 +88,7 @@ def test_griffin_trains_as_it_decodes():
 def first_step(config, sizes):
     """(metrics, updated parameters) of one update on a mesh."""
     mesh = mesh_lib.make_mesh(sizes, jax.devices()[: np.prod(sizes)])
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         program = step_lib.compile_program(config, models.build(config.model), mesh)
         batch = mesh_lib.place_batch(ragged_batch(config), mesh)
         state, metrics = program.train(program.init(jax.random.key(0)), batch)

@@ -109,7 +109,8 @@ def test_a_workdir_that_is_not_shared(runs):
     for end in ends:
         assert end.status == 2, ends
         assert (
-            f"process 1: error: --workdir={runs.root}/there: this is not the directory that process 0 writes to" in end.output
+            f"process 1: error: --workdir={runs.root}/there: this is not the directory that process 0 writes to"
+            in end.output
         )
 
 

@@ -293,7 +293,9 @@ def test_the_only_checkpoint_stays_where_it_is(two_steps, tmp_path):
     shutil.rmtree(tmp_path / checkpoint_lib.DIRECTORY / "3")
     cut(largest(tmp_path / checkpoint_lib.DIRECTORY / "5"))
     saved = checkpoint_lib.Checkpoints(tmp_path)
-    with pytest.raises(UserError, match="checkpoint 5 is damaged: .*; there is no other checkpoint: remove it") as raised:
+    with pytest.raises(
+        UserError, match="checkpoint 5 is damaged: .*; there is no other checkpoint: remove it"
+    ) as raised:
         initial_state(None, SimpleNamespace(state=state), None, saved, METADATA)
     assert "\n" not in str(raised.value) and saved.steps() == [5]
     saved.close()
@@ -311,5 +313,7 @@ def test_damaged_checkpoint_of_two_processes(tmp_path, tiny_data):
     cut(largest(tmp_path / "run" / checkpoint_lib.DIRECTORY / str(newest) / "params"))
     ends = runs.begin("run", (2, 2)).ended()
     assert [end.status for end in ends] == [distributed.LOST] * 2, ends
-    assert all(f"the previous checkpoint is of step {before}; run the same command again" in end.output for end in ends), ends
+    assert all(
+        f"the previous checkpoint is of step {before}; run the same command again" in end.output for end in ends
+    ), ends
     assert f"resuming after step {before}" in runs.finish("run", (2, 2))[0].output

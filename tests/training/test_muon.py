@@ -84,7 +84,7 @@ def test_on_a_mesh_each_device_does_whole_layers(sizes, axes, layers):
     x_LIO = jnp.asarray(np.random.default_rng(0).standard_normal((layers, 64, 96)), jnp.float32)
     split = jax.NamedSharding(mesh, mesh_lib.partition_spec(axes, x_LIO.shape, mesh))
     call = lambda x: orthogonalize(x, axes, iteration="polar_express", sweeps=5, dtype=jnp.float32)
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         compiled = jax.jit(call, in_shardings=split, out_shardings=split).lower(x_LIO).compile()
         found_LIO = np.asarray(compiled(jax.device_put(x_LIO, split)))
     np.testing.assert_allclose(found_LIO, orthogonal(x_LIO), atol=1e-5)

@@ -170,7 +170,7 @@ def test_a_sharded_update_is_the_same():
     params, grads = random_tree(model.shapes, seed=0), random_tree(model.shapes, seed=1)
     mesh = mesh_lib.make_mesh((2, 2, 2))
     split = mesh_lib.shardings(model.axes, model.shapes, mesh)
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         found = jax.device_get(two_updates(jax.device_put(params, split), jax.device_put(grads, split)))
     for (path, leaf), wanted in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(two_updates(params, grads)), strict=True

@@ -67,7 +67,7 @@ class Family:
         """The program's text. Sums of float32 are in another order."""
         mesh = mesh_lib.make_mesh(sizes, jax.devices()[: np.prod(sizes)])
         split = mesh_lib.shardings(self.model.axes, self.model.shapes, mesh), mesh_lib.batch_sharding(mesh)
-        with jax.set_mesh(mesh):
+        with mesh_lib.use_mesh(mesh):
             arguments = jax.device_put(self.params, split[0]), mesh_lib.place_batch(self.batch, mesh)
             run = jax.jit(self._run, in_shardings=split, out_shardings=split[::-1]).lower(*arguments).compile()
             nats_BT, gradient = jax.device_get(run(*arguments))

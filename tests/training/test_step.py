@@ -189,7 +189,7 @@ def test_batches_are_placed_one_ahead_and_all_arrive():
             sent.append(seed)
             yield ragged_batch(run.config, seed=seed)
 
-    with jax.set_mesh(run.mesh):
+    with mesh_lib.use_mesh(run.mesh):
         for seed, batch in enumerate(mesh_lib.placed(batches(), run.mesh)):
             assert len(sent) == min(seed + 2, 4)
             wanted = ragged_batch(run.config, seed=seed)

@@ -29,7 +29,7 @@ COMPILER = plgpu.CompilerParams(
 )
 
 
-def lacks(sizes):
+def unsupported_reason(sizes):
     """What these kernels miss for keys and values of these sizes on this machine: the end of a sentence, or ""."""
     if jax.default_backend() != "gpu" or jax.devices()[0].compute_capability != "9.0":
         return "needs an NVIDIA Hopper GPU"

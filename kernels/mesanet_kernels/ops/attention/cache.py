@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks
+from mesanet_kernels import checks, dispatch
 from mesanet_kernels.ops.attention.masked import masked_attention
 from mesanet_kernels.ops.attention.reference import attend_visible
 
@@ -55,7 +55,7 @@ def attention_extend(q, k, v, state, *, window=None, scale=None, implementation=
       ValueError: shapes that do not fit.
       NotImplementedError: there is no such implementation.
     """
-    attend = checks.choose("attention_extend", implementation, CACHED_IMPLEMENTATIONS, best="xla")
+    attend = dispatch.choose("attention_extend", implementation, CACHED_IMPLEMENTATIONS, default=masked_attention)
     _check("attention_extend", "BTHK", "BTJK", "BTJV", q, k, v, state, window)
     length, size = q.shape[1], state.positions.shape[0]
     positions_T = state.next_position + jnp.arange(length, dtype=jnp.int32)
@@ -74,7 +74,7 @@ def attention_step(q, k, v, state, *, window=None, scale=None, implementation=No
     Returns:
       (o [B, H, V] in v's dtype, new state).
     """
-    attend = checks.choose("attention_step", implementation, CACHED_IMPLEMENTATIONS, best="xla")
+    attend = dispatch.choose("attention_step", implementation, CACHED_IMPLEMENTATIONS, default=masked_attention)
     _check("attention_step", "BHK", "BJK", "BJV", q, k, v, state, window)
     q, k, v = (x[:, None] for x in (q, k, v))
     position_1 = state.next_position[None]

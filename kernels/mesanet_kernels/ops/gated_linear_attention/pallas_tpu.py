@@ -5,7 +5,7 @@ B batch, T time, H heads, K key size, V value size.
 
 import jax.numpy as jnp
 
-from mesanet_kernels.checks import require
+from mesanet_kernels.dispatch import require
 from mesanet_kernels.linear_recurrence.tpu.forward import forward_tpu
 from mesanet_kernels.linear_recurrence.tpu.gradients import RecurrenceInputsTpu, gradients_tpu
 from mesanet_kernels.linear_recurrence.tpu.states import states_tpu
@@ -19,13 +19,12 @@ SIZES = (64, 128, 192, 256)  # half of the lanes wastes the matrix unit, four st
 
 def gated_linear_attention_pallas_tpu(chunk, *inputs):
     """As `api.gated_linear_attention`, in chunks of 128. Raises NotImplementedError for what the kernels lack."""
-    del chunk
-    require("gated_linear_attention", "pallas_tpu", lacks(*inputs[:4]))
+    require("gated_linear_attention", "pallas_tpu", unsupported_reason(chunk, *inputs))
     return differentiable.gated_linear_attention_from_kernels(KERNELS, *inputs)
 
 
-def lacks(q_BTHK, k_BTHK, v_BTHV, log_decay):
-    """What the call needs and the kernels have not, as the end of a sentence; "" where they can do it."""
+def unsupported_reason(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay, *_):
+    """Why the kernels cannot run this call; empty if they can."""
     arrays = q_BTHK, k_BTHK, v_BTHV
     reasons = {
         "has no decay a key channel": log_decay.ndim == 4,

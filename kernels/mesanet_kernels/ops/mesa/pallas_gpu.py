@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import optimization_barrier as barrier
 
-from mesanet_kernels.checks import require
+from mesanet_kernels.dispatch import require
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.linear_recurrence.gpu import recurrence
 from mesanet_kernels.linear_recurrence.gpu.gradients import RecurrenceInputsGpu, gradients_gpu
@@ -32,18 +32,18 @@ LARGEST_STATE = 2.0**14  # of a matrix in float16, with room for the decay and t
 
 def mesa_pallas_gpu(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
     """As `api.mesa`, in chunks of 64. Raises NotImplementedError for what the kernels lack."""
-    require("mesa", "pallas_gpu", lacks(options, q_BTHK, k_BTHK, v_BTHV))
+    require("mesa", "pallas_gpu", unsupported_reason(options, q_BTHK, k_BTHK, v_BTHV))
     arrays = q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT
     return differentiable.mesa_from_kernels(KERNELS, options, *arrays)
 
 
-def lacks(options, q_BTHK, k_BTHK, v_BTHV):
-    """What the call needs and the kernels have not, as the end of a sentence; "" where they can do it."""
+def unsupported_reason(options, q_BTHK, k_BTHK, v_BTHV, *_):
+    """Why the kernels cannot run this call; empty if they can."""
     if options.solver != "cg":
         return f"has no solver {options.solver!r}"
     if any(x.dtype != jnp.bfloat16 for x in (q_BTHK, k_BTHK, v_BTHV)):
         return "needs q, k and v in bfloat16"
-    return tiles.lacks((k_BTHK.shape[-1], v_BTHV.shape[-1]))
+    return tiles.unsupported_reason((k_BTHK.shape[-1], v_BTHV.shape[-1]))
 
 
 class ScaledSystems(NamedTuple):

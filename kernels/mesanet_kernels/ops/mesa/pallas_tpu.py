@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from mesanet_kernels.checks import require
+from mesanet_kernels.dispatch import require
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.linear_recurrence.tpu.forward import forward_tpu
 from mesanet_kernels.linear_recurrence.tpu.gradients import RecurrenceInputsTpu, gradients_tpu
@@ -29,13 +29,13 @@ SIZES = (64, 128)
 
 def mesa_pallas_tpu(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
     """As `api.mesa`, in chunks of 128. Raises NotImplementedError for what the kernels lack."""
-    require("mesa", "pallas_tpu", lacks(options, q_BTHK, k_BTHK, v_BTHV))
+    require("mesa", "pallas_tpu", unsupported_reason(options, q_BTHK, k_BTHK, v_BTHV))
     arrays = q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT
     return differentiable.mesa_from_kernels(KERNELS, options, *arrays)
 
 
-def lacks(options, q_BTHK, k_BTHK, v_BTHV):
-    """What the call needs and the kernels have not, as the end of a sentence; "" where they can do it."""
+def unsupported_reason(options, q_BTHK, k_BTHK, v_BTHV, *_):
+    """Why the kernels cannot run this call; empty if they can."""
     arrays = q_BTHK, k_BTHK, v_BTHV
     reasons = {
         f"has no solver {options.solver!r}": options.solver != "cg",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mesanet_kernels.checks import require
+from mesanet_kernels.dispatch import require
 from mesanet_kernels.ops.mesa import xla
 from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
 from mesanet_kernels.partition import partitioned
@@ -29,9 +29,13 @@ def mesa_step_pallas_gpu(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, la
     """(o [B,H,V], new state, iterations [B,H]); `api.mesa_step` says what each argument is.
 
     Raises:
-      NotImplementedError: where the kernel lacks what the call needs.
+      NotImplementedError: the kernel does not support the call (`unsupported_reason`).
     """
-    require("mesa_step", "pallas_gpu", lacks(options, k_BHK, v_BHV, h_kk_BHKK, h_kv_BHKV))
+    require(
+        "mesa_step",
+        "pallas_gpu",
+        unsupported_reason(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, h_kk_BHKK, h_kv_BHKV),
+    )
     return _step(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, h_kk_BHKK, h_kv_BHKV)
 
 
@@ -66,13 +70,13 @@ def _backward(options, arrays, cotangents):
 _step.defvjp(_forward, _backward)
 
 
-def lacks(options, k_BHK, v_BHV, *state):
-    """What the call needs and the kernel has not, as the end of a sentence; "" where it can do it."""
+def unsupported_reason(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, *state):
+    """Why the kernel cannot run this call; empty if it can."""
     if options.solver != "cg":
         return f"has no solver {options.solver!r}"
     if any(x.dtype != jnp.float32 for x in state):
         return "needs a float32 state"
-    return tiles.lacks((k_BHK.shape[-1], v_BHV.shape[-1]))
+    return tiles.unsupported_reason((k_BHK.shape[-1], v_BHV.shape[-1]))
 
 
 def _flat(kernel, *arrays):
