@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mesanet_kernels.documents import state_resets
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.tiles import gpu as tiles
 from mesanet_kernels.tiles.gpu import CHUNK, ROWS
@@ -43,7 +44,7 @@ def gate_cotangents(log_decay_BTH, beta_BTH, segment_ids_BT, weights, cotangents
 
 def _of_chunks(log_decay_BTH, beta_BTH, segment_ids_BT):
     """Both as [N,B,H,C]; the first token of a document decays all that came before it."""
-    begins_BT1 = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])[..., None] != 0
+    begins_BT1 = state_resets(segment_ids_BT)[..., None]
     floor = chunks.LOG_DECAY_FLOOR  # its exponential is 0
     log_decay_BTH = jnp.where(begins_BT1, floor, jnp.maximum(log_decay_BTH, floor))
     return tuple(chunks.to_chunks(x_BTH, CHUNK) for x_BTH in (log_decay_BTH, beta_BTH))
