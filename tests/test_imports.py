@@ -14,7 +14,9 @@ PACKAGES = {  # name -> directory
     "scripts": ROOT / "scripts",
 }
 # What must not be imported by each layer, from the lowest layer upwards.
-RUNS = {f"mesanet_jax.{name}" for name in ("training", "runtime", "reporting", "inference", "aot", "comparing", "evals")}
+RUNS = {
+    f"mesanet_jax.{name}" for name in ("training", "runtime", "reporting", "inference", "aot", "comparing", "evals")
+}
 FORBIDDEN = {
     "mesanet_kernels": {"mesanet_jax", "configs", "scripts", "flax"},
     "mesanet_jax.data": RUNS | {"mesanet_jax.models", "mesanet_jax.mixers", "mesanet_kernels"},

@@ -293,7 +293,9 @@ def test_the_only_checkpoint_stays_where_it_is(two_steps, tmp_path):
     shutil.rmtree(tmp_path / checkpoint_lib.DIRECTORY / "3")
     cut(largest(tmp_path / checkpoint_lib.DIRECTORY / "5"))
     saved = checkpoint_lib.Checkpoints(tmp_path)
-    with pytest.raises(UserError, match="checkpoint 5 is damaged: .*; there is no other checkpoint: remove it") as raised:
+    with pytest.raises(
+        UserError, match="checkpoint 5 is damaged: .*; there is no other checkpoint: remove it"
+    ) as raised:
         initial_state(None, SimpleNamespace(state=state), None, saved, METADATA)
     assert "\n" not in str(raised.value) and saved.steps() == [5]
     saved.close()
@@ -301,7 +303,7 @@ def test_the_only_checkpoint_stays_where_it_is(two_steps, tmp_path):
 
 @pytest.mark.slow
 def test_damaged_checkpoint_of_two_processes(tmp_path, tiny_data):
-    """All processes end with the status after which a launcher restarts them, and then resume from the previous step."""
+    """All processes end with the status after which a launcher restarts them, then resume from the previous step."""
     runs = ProcessRuns(tmp_path, tiny_data)
     group = runs.begin("run", (2, 2), {"checkpoint.every": 4})
     runs.await_step("run", 9, group)
@@ -311,5 +313,7 @@ def test_damaged_checkpoint_of_two_processes(tmp_path, tiny_data):
     cut(largest(tmp_path / "run" / checkpoint_lib.DIRECTORY / str(newest) / "params"))
     ends = runs.begin("run", (2, 2)).ended()
     assert [end.status for end in ends] == [distributed.LOST] * 2, ends
-    assert all(f"the previous checkpoint is of step {before}; run the same command again" in end.output for end in ends), ends
+    assert all(
+        f"the previous checkpoint is of step {before}; run the same command again" in end.output for end in ends
+    ), ends
     assert f"resuming after step {before}" in runs.finish("run", (2, 2))[0].output
