@@ -1,7 +1,8 @@
 """A model as the trainer, the evaluator and the sampler see it: plain pytrees in, plain pytrees out.
 
-Each kind of model is a class with the methods of `Decoder` (interface.py), in a file of its own. Modules are built once,
-abstractly; from there on parameters are nested dicts of arrays, and `Model` binds them to the module for each call.
+Each kind of model is a class with the methods of `Decoder` (interface.py), in a file of its own. Modules are built
+once, abstractly; from there on parameters are nested dicts of arrays, and `Model` binds them to the module for each
+call.
 """
 
 import dataclasses
