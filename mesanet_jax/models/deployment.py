@@ -10,7 +10,7 @@ B batch, T time, D model width.
 import jax
 import jax.numpy as jnp
 
-from mesanet_jax.models.decoder import Batch
+from mesanet_jax.models.interface import Batch
 from mesanet_jax.models.memory import MemoryRules
 from mesanet_jax.models.nanochat_backbone import NanochatBackbone, State
 from mesanet_kernels import state_resets
