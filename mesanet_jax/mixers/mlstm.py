@@ -65,8 +65,6 @@ class MLSTM(MatrixMemory):
             axes = ("embed", "heads")
             return Linear(model.dim, self.heads, axes=axes, rngs=rngs, init=zeros, bias_init=bias_init)
 
-        for _ in range(2):  # keys of a gate that was made and not used
-            rngs.params()
         self.decay_gate = gate(spaced_biases(options.decay_bias_init, options.decay_bias_init_last))
         self.input_gate = gate(lambda *args: options.input_bias_init + spread(*args))
 
