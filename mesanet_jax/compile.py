@@ -20,7 +20,7 @@ from mesanet_jax import mesh as mesh_lib
 from mesanet_jax.aot import executable, memory, price, report, suggest, topology
 from mesanet_jax.aot.build import Build, build
 from mesanet_jax.errors import UserError
-from mesanet_jax.reporting.progress import duration
+from mesanet_jax.formatting import duration
 from mesanet_jax.schema import Config
 
 

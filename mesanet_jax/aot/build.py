@@ -13,7 +13,7 @@ import jax
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax import models
 from mesanet_jax.aot.topology import Topology
-from mesanet_jax.reporting.progress import duration
+from mesanet_jax.formatting import duration
 from mesanet_jax.schema import Config
 from mesanet_jax.training import step as step_lib
 

@@ -19,6 +19,7 @@ import mesanet_jax
 import mesanet_kernels
 from mesanet_jax import schema
 from mesanet_jax.aot.topology import describe
+from mesanet_jax.atomic import write_atomically
 from mesanet_jax.errors import UserError
 from mesanet_jax.schema import Config
 from mesanet_jax.training.step import Program
@@ -40,11 +41,9 @@ def save(path: pathlib.Path, executable: jax.stages.Compiled, config: Config, me
       UserError: the file cannot be written.
     """
     payload, _, _ = serialize_executable.serialize(executable)
-    partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(json.dumps(identity(config, mesh)).encode() + b"\n" + payload)
-        partial.replace(path)
+        write_atomically(path, json.dumps(identity(config, mesh)).encode() + b"\n" + payload)
     except OSError as error:
         raise UserError(f"--save={path}: {error.strerror or error}") from error
 

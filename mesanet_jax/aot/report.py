@@ -11,7 +11,7 @@ from mesanet_jax.aot.build import Build
 from mesanet_jax.aot.estimate import estimate, utilisation
 from mesanet_jax.aot.memory import GIBIBYTE
 from mesanet_jax.aot.price import Price
-from mesanet_jax.reporting.progress import duration, short_number
+from mesanet_jax.formatting import duration, short_number
 
 _ACROSS_SLICES = "transfers between slices are counted at the speed of the chips' links, but the network is slower"
 Facts = dict[str, Any]  # what `record` returns

@@ -8,9 +8,9 @@ from etils import epath
 
 from mesanet_jax.comparing.results import Result, check_same
 from mesanet_jax.evals.perplexity import position_buckets
+from mesanet_jax.formatting import short_number
 from mesanet_jax.reporting import plots
 from mesanet_jax.reporting.evaluation_report import P_CORRECT, SCORES, position_losses
-from mesanet_jax.reporting.progress import short_number
 from mesanet_jax.reporting.tables import markdown_table
 
 # The patterns of the runs that the others are measured against by position, the preferred one first.

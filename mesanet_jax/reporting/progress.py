@@ -1,6 +1,5 @@
 """Shows the progress of a long run: a live bar on a terminal, plain lines anywhere else."""
 
-import math
 import shutil
 import sys
 import time
@@ -8,6 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Self
 
 from tqdm import tqdm
+
+from mesanet_jax.formatting import duration, short_number
 
 # The metrics that the console shows, in this order (a narrow terminal cuts the end); the trackers get all metrics.
 FORMATS: dict[str, Callable[[float], str]] = {
@@ -83,23 +84,3 @@ class Progress:
 def describe(scalars: Mapping[str, float]) -> str:
     """Returns the scalars that are in FORMATS as text, such as 'loss 2.1234  12.3k tokens/s'."""
     return "  ".join(form(scalars[name]) for name, form in FORMATS.items() if name in scalars)
-
-
-def duration(seconds: float) -> str:
-    """Returns a duration as text: '42s', '3m05s' or '2h07m'."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-
-
-def short_number(value: float) -> str:
-    """Returns a number with three significant digits: '950', '12.3k' or '1.20M'."""
-    if not math.isfinite(value) or value < 1000:
-        return f"{value:.0f}"
-    for unit in ("k", "M", "G", "T"):
-        value /= 1000
-        if value < 999.5:
-            break
-    return f"{value:#.3g}".rstrip(".") + unit

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 
 from mesanet_jax.errors import UserError
-from mesanet_jax.reporting.progress import duration
+from mesanet_jax.formatting import duration
 
 FILE = "goodput.json"
 KINDS = ("training", "start-up", "compile", "evaluation", "checkpoint", "lost")

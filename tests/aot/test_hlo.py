@@ -44,7 +44,7 @@ PROGRAM = """HloModule jit_train, is_scheduled=true
   %start = (bf16[16,32]{1,0}, bf16[32,32]{1,0}, u32[]{:S(2)}) fusion(%weights), kind=kCustom, calls=%gather.start
   %whole = bf16[32,32]{1,0} get-tuple-element(%start), index=1
   %done = bf16[32,32]{1,0} fusion(%weights, %whole), kind=kCustom, calls=%gather.done
-  %fusion.1 = f32[64,32] fusion(%weights, %done), kind=kOutput, calls=%product, backend_config={"estimated_cycles":"1000"}
+  %fusion.1 = f32[64,32] fusion(%weights, %done), calls=%product, backend_config={"estimated_cycles":"1000"}
   %fusion.2 = f32[16,32]{1,0} fusion(%fusion.1), kind=kCustom, calls=%all-reduce-scatter.1
   %kernel = f32[16,32]{1,0} custom-call(%fusion.2), custom_call_target="tpu_custom_call"
   %look-up = f32[16,32]{1,0} gather(%kernel, %p.7), offset_dims={1}
