@@ -12,7 +12,7 @@ from typing import BinaryIO, cast
 
 from etils import epath
 
-_SUFFIX = ".tmp"
+_SUFFIX = ".partial"
 
 
 def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
@@ -51,8 +51,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 def is_temporary(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is named like the temporary files of this module, which may be half written."""
-    name = pathlib.PurePath(path).name
-    return name.startswith(".") and name.endswith(_SUFFIX)
+    return pathlib.PurePath(path).suffix == _SUFFIX
 
 
 def _sync_directory(directory: pathlib.Path) -> None:

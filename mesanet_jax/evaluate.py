@@ -28,6 +28,7 @@ from mesanet_jax.data.loader import eval_batches
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals import stream
+from mesanet_jax.evals.batches import evaluation_rows
 from mesanet_jax.evals.perplexity import Evaluation, evaluate_rows, position_buckets
 from mesanet_jax.evals.stream import Windows
 from mesanet_jax.reporting import layer_stats
@@ -235,7 +236,7 @@ def evaluate(
         params, step = checkpoint.restore_params(directory, model, mesh, step=step)
         check_tokenizer(rows, directory, step=step)
         scores = step_lib.compile_call(model.scores, model, mesh)
-        size = batch_size(config, devices=mesh_lib.batch_shards(mesh))
+        size = evaluation_rows(config, shards=mesh_lib.batch_shards(mesh))
         whole, make = inputs(rows, windows, size=size, positions=mesh_lib.local_rows(mesh, size))
         count = min(whole, batches or whole)
         some = itertools.islice(make(), count)
@@ -272,12 +273,6 @@ def check_tokenizer(rows: PackedRows, directory: epath.Path, *, step: int) -> No
             f"config.data.path: its tokenizer ({rows.tokenizer.hash[:12]}) is not the one that {directory} was trained with"
             f" ({trained[:12]}); prepare these data with that one, by --config.tokenizer.path"
         )
-
-
-def batch_size(config, *, devices: int) -> int:
-    """Rows of an evaluation batch: as in training, as many as fit at once, and a multiple of the devices that share them."""
-    wanted = min(config.data.batch_size, config.train.rows_per_device * devices)
-    return -(-wanted // devices) * devices
 
 
 if __name__ == "__main__":

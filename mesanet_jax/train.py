@@ -22,6 +22,7 @@ from mesanet_jax.aot import executable
 from mesanet_jax.data.loader import Batches, eval_batches
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
+from mesanet_jax.evals.batches import evaluation_rows
 from mesanet_jax.evals.perplexity import evaluate_rows
 from mesanet_jax.reporting import layer_stats
 from mesanet_jax.reporting.plots import plot_terms, plot_training, terms
@@ -122,7 +123,7 @@ def train(
         batches = Batches(rows, config.data.batch_size, seed=config.data.seed, steps=config.steps, positions=mine)
         token_bytes = validation.tokenizer.token_bytes()
         observed = bool(jax.eval_shape(program.observe, program.state["params"], program.batch))
-        eval_rows = config.data.batch_size // program.accumulation  # as many as fit at once
+        eval_rows = evaluation_rows(config, shards=mesh_lib.batch_shards(mesh))
 
         def validation_batches():
             batches = eval_batches(validation, eval_rows, positions=mesh_lib.local_rows(mesh, eval_rows))

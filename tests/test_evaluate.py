@@ -145,13 +145,6 @@ def test_batch_size_does_not_matter(run):
     np.testing.assert_allclose(one.position_loss_T, other.position_loss_T, rtol=1e-5)
 
 
-def test_batch_is_a_multiple_of_the_devices(run):
-    config = run[1].copy_and_resolve_references()
-    config.data.batch_size, config.train.rows_per_device = 100, 3
-    assert evaluate.batch_size(config, devices=8) == 24
-    assert evaluate.batch_size(config, devices=64) == 128
-
-
 def test_command_writes_table_json_and_plot(run, capsys):
     workdir, _, _ = run
     evaluate.main([f"--workdir={workdir}", "--step=4", "--split=train", "--batches=2"])
