@@ -39,8 +39,8 @@ from mesanet_jax.training import checkpoint
 from mesanet_jax.training import step as step_lib
 
 PROTOCOLS = ("rows", "stream")
-SCORES = ("loss", "perplexity", "bits_per_byte", "foretold")  # of an `Evaluation`, in the JSON
-FORETOLD = "tokens given p > 1/2"
+SCORES = ("loss", "perplexity", "bits_per_byte", "p_correct_over_half")  # of an `Evaluation`, in the JSON
+P_CORRECT = "p(correct) > 1/2"
 
 
 def main(argv: list[str]) -> None:
@@ -120,7 +120,7 @@ class Report:
             ("loss (nats / token)", f"{result.loss:.4f}"),
             ("perplexity", f"{result.perplexity:.2f}"),
             ("bits per byte", bits),
-            (FORETOLD, f"{result.foretold:.1%}"),
+            (P_CORRECT, f"{result.p_correct_over_half:.1%}"),
             *self._words(),
             *self._others(),
             ("tokens", f"{result.tokens:,}"),
@@ -146,7 +146,7 @@ class Report:
         return [("word-level perplexity", f"{self.word_perplexity:.2f}"), ("words", f"{self.words:,}")]
 
     def _others(self) -> list[tuple[str, str]]:
-        """Other modes, whose gap is their loss less that of decoding; and what was told of the computation."""
+        """Other modes, whose gap is their loss less that of decoding; and numbers about the computation."""
         rows = []
         for mode, other in self.evaluation.others.items():
             rows += [
@@ -154,9 +154,10 @@ class Report:
                 (f"gap, {mode} less decoding", f"{other.loss - self.evaluation.loss:+.4f}"),
                 (f"perplexity, {mode}", f"{other.perplexity:.2f}"),
                 (f"bits per byte, {mode}", "none" if other.bits_per_byte is None else f"{other.bits_per_byte:.4f}"),
-                (f"{FORETOLD}, {mode}", f"{other.foretold:.1%}"),
+                (f"{P_CORRECT}, {mode}", f"{other.p_correct_over_half:.1%}"),
             ]
-        return rows + [(f"{name} (mean over batches)", f"{value:.1f}") for name, value in self.evaluation.told.items()]
+        computation = self.evaluation.computation
+        return rows + [(f"{name} (mean over batches)", f"{value:.1f}") for name, value in computation.items()]
 
     def record(self) -> dict:
         """The same as plain JSON; a position without a valid token has the loss null."""
@@ -176,7 +177,7 @@ class Report:
                 }
                 for mode, other in result.others.items()
             },
-            "told": dict(result.told),
+            "computation": dict(result.computation),
         }
 
     def write(self, directory: epath.Path) -> epath.Path:

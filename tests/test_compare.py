@@ -197,7 +197,7 @@ def result(name: str, loss: float, **changes) -> comparison.Result:
         losses=(np.arange(10), np.linspace(3, loss, 10)),
         evaluation=Evaluation(
             loss=loss, bits_per_byte=None, tokens=4, bytes=0, position_loss_T=np.array([np.nan, loss, loss, loss]),
-            position_tokens_T=np.array([0, 1, 1, 2]),
+            position_tokens_T=np.array([0, 1, 1, 2]), p_correct_over_half=0.25,
         ),
     )  # fmt: skip
     return dataclasses.replace(made, **changes)
@@ -217,7 +217,7 @@ def test_without_a_transformer_the_positions_are_left_out(tmp_path):
 
 
 def test_other_modes_stand_beside_the_loss_of_decoding():
-    scores = {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": 0.5, "foretold": 0.25, "position_loss": []}
+    scores = {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": 0.5, "p_correct_over_half": 0.25, "position_loss": []}
     report = comparison.Comparison(
         [result("attention", 2.0), result("maglev", 1.75, modes={"lifted": scores})], failed={}
     )
@@ -228,7 +228,7 @@ def test_other_modes_stand_beside_the_loss_of_decoding():
     ]
     assert ["maglev", "lifted", "1.5000", "-0.2500", "0.5000", "25.0%"] in table
     assert [run["modes"] for run in report.record()["runs"]] == [
-        {"lifted": {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": 0.5, "foretold": 0.25}},
+        {"lifted": {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": 0.5, "p_correct_over_half": 0.25}},
         {},
     ]
 

@@ -15,7 +15,7 @@ from etils import epath
 from mesanet_jax import models, schema
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals.perplexity import Evaluation, position_buckets
-from mesanet_jax.evaluate import FORETOLD, SCORES, file_name, markdown_table
+from mesanet_jax.evaluate import P_CORRECT, SCORES, file_name, markdown_table
 from mesanet_jax.reporting import plots
 from mesanet_jax.reporting.progress import short_number
 from mesanet_jax.reporting.trackers import read_json_lines
@@ -86,9 +86,9 @@ def read(config, workdir: epath.Path) -> Result:
             bytes=evaluated["bytes"],
             position_loss_T=np.array(evaluated["position_loss"], float),  # null: NaN
             position_tokens_T=np.array(evaluated["position_tokens"]),
-            foretold=evaluated.get("foretold"),  # absent from evaluations of earlier versions
+            p_correct_over_half=evaluated["p_correct_over_half"],
         ),
-        modes=evaluated.get("modes", {}),  # likewise
+        modes=evaluated["modes"],
         losses=plots.training_loss(records),
         terms=plots.terms(records),
         settings=schema.flatten(config),
@@ -136,12 +136,12 @@ class Comparison:
         """What models that have more than one way to compute their loss score in the others."""
         rows = [
             (result.name, mode, f"{scores['loss']:.4f}", f"{scores['loss'] - result.evaluation.loss:+.4f}",
-             _known(scores["bits_per_byte"], "{:.4f}".format), _known(scores.get("foretold"), "{:.1%}".format))
+             _known(scores["bits_per_byte"], "{:.4f}".format), f"{scores['p_correct_over_half']:.1%}")
             for result in self.results for mode, scores in result.modes.items()
         ]  # fmt: skip
         if not rows:
             return []
-        header = ("run", "mode", "loss (nats / token)", "less decoding", "bits / byte", FORETOLD)
+        header = ("run", "mode", "loss (nats / token)", "less decoding", "bits / byte", P_CORRECT)
         drawn = ["![memory during training](comparison-terms.png)"] if any(r.terms for r in self.results) else []
         return ["## Other modes", "The table above has the loss of decoding.", markdown_table(header, rows), *drawn]
 
@@ -222,7 +222,7 @@ def _text(value: Any) -> str:
 
 
 HEADER = (
-    "run", "parameters", "learning rate", "loss (nats / token)", "perplexity", "bits / byte", FORETOLD,
+    "run", "parameters", "learning rate", "loss (nats / token)", "perplexity", "bits / byte", P_CORRECT,
     "tokens / s", "peak memory (GB)", "training MFLOP / token",
 )  # fmt: skip
 
@@ -239,7 +239,7 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{result.evaluation.loss:.4f}",
         f"{result.evaluation.perplexity:.2f}",
         _known(result.evaluation.bits_per_byte, "{:.4f}".format),
-        _known(result.evaluation.foretold, "{:.1%}".format),
+        f"{result.evaluation.p_correct_over_half:.1%}",
         _known(result.tokens_per_second, short_number),
         _known(result.memory_gb, "{:.2f}".format),
         f"{result.training_flops / 1e6:.1f}",
