@@ -66,18 +66,18 @@ def test_other_modes_are_scored_on_the_same_tokens():
     assert scalars["validation_bits_per_byte_lifted"] == pytest.approx(4.0 / (math.log(2) * 7), rel=1e-12)
 
 
-def test_foretold_are_those_with_more_than_half_of_the_probability():
+def test_p_correct_over_half_counts_tokens_with_more_than_half_of_the_probability():
     """Two of three valid tokens are likelier than 1/2; a masked one, whose nats are 0, counts in neither number."""
     rows = batch([[1, 2, 3, 1]], [[1, 1, 1, 0]])
     result = evaluate_rows(constant_loss([[0.69, 0.70, 0.0, 0.0]]), None, [rows], TOKEN_BYTES)
-    assert result.foretold == pytest.approx(2 / 3)
+    assert result.p_correct_over_half == pytest.approx(2 / 3)
 
 
 def test_no_bytes_and_no_tokens():
     result = evaluate_rows(constant_loss([[3.0]]), None, [batch([[0]], [[1]])], TOKEN_BYTES)
     assert result.bits_per_byte is None and "validation_bits_per_byte" not in result.scalars()
     for batches in ([], [batch([[1]], [[0]])]):
-        with pytest.raises(UserError, match="no valid token"):
+        with pytest.raises(UserError, match="no row holds a token to score"):
             evaluate_rows(constant_loss([[3.0]]), None, batches, TOKEN_BYTES)
 
 
@@ -144,13 +144,6 @@ def test_batch_size_does_not_matter(run):
     assert (one.tokens, one.bytes) == (other.tokens, other.bytes)
     assert one.loss == pytest.approx(other.loss, rel=1e-6)
     np.testing.assert_allclose(one.position_loss_T, other.position_loss_T, rtol=1e-5)
-
-
-def test_batch_is_a_multiple_of_the_devices(run):
-    config = run[1].copy_and_resolve_references()
-    config.data.batch_size, config.train.rows_per_device = 100, 3
-    assert evaluate.batch_size(config, devices=8) == 24
-    assert evaluate.batch_size(config, devices=64) == 128
 
 
 def test_command_writes_table_json_and_plot(run, capsys):

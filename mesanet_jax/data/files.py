@@ -9,12 +9,13 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from mesanet_jax import atomic
 from mesanet_jax.errors import UserError
 
 EMBEDDED = "embedded:"
@@ -109,8 +110,8 @@ class Directory:
         with writing(self.path):
             self.fs.makedirs(self.root, exist_ok=True)
             if is_local(self.fs):
-                for stale in pathlib.Path(self.root).glob(".*.tmp"):
-                    stale.unlink(missing_ok=True)
+                for file in filter(atomic.is_temporary, pathlib.Path(self.root).iterdir()):
+                    file.unlink(missing_ok=True)
 
     def sizes(self) -> dict[str, int]:
         """{file name: bytes} of the files directly in the directory: one listing, also where it is remote."""
@@ -138,21 +139,21 @@ class Directory:
     @contextlib.contextmanager
     def writer(self, name: str) -> Iterator[BinaryIO]:
         """A seekable stream whose content becomes the file `name` when the block ends without an error."""
-        local = is_local(self.fs)
         with writing(self.path):
-            handle, temporary = tempfile.mkstemp(prefix=f".{name}.", suffix=".tmp", dir=self.root if local else None)
-            try:
-                with os.fdopen(handle, "w+b") as stream:
+            if is_local(self.fs):
+                with atomic.replacing(self.join(name)) as stream:
                     yield stream
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                if local:
-                    os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide a shared dataset from its other readers
-                    os.replace(temporary, self.join(name))
-                else:
-                    self.fs.put_file(temporary, self.join(name))  # object stores show a whole object or none
-            finally:
-                pathlib.Path(temporary).unlink(missing_ok=True)
+            else:
+                with self._uploading(name) as stream:
+                    yield stream
+
+    @contextlib.contextmanager
+    def _uploading(self, name: str) -> Iterator[BinaryIO]:
+        """As `writer`, for a remote directory: object stores show an object only once it is whole."""
+        with tempfile.NamedTemporaryFile() as stream:
+            yield cast(BinaryIO, stream)
+            stream.flush()
+            self.fs.put_file(stream.name, self.join(name))
 
 
 @contextlib.contextmanager

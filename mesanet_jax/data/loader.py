@@ -94,12 +94,10 @@ def to_batch(rows_R: np.ndarray) -> Batch:
     answer. segment_ids count the document starts within the row, from 0; padding stays in the last segment.
     """
     tokens_BL = rows_R["tokens"].astype(np.int32)
-    starts_BL = packing.starts(rows_R)
-    segments_BL = np.cumsum(starts_BL, axis=1, dtype=np.int32) - starts_BL[:, :1]
-    valid_BL = np.arange(tokens_BL.shape[1]) < rows_R["length"][:, None]
+    starts_BL = packing.document_starts(rows_R)
     return {
         "inputs": tokens_BL[:, :-1],
         "targets": tokens_BL[:, 1:],
-        "segment_ids": segments_BL[:, :-1],
-        "weights": (valid_BL & ~starts_BL & packing.counted(rows_R))[:, 1:].astype(np.float32),
+        "segment_ids": packing.segment_ids(starts_BL)[:, :-1],
+        "weights": (packing.valid(rows_R) & ~starts_BL & packing.counted(rows_R))[:, 1:].astype(np.float32),
     }

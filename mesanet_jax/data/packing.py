@@ -69,9 +69,19 @@ def bits(marked_RL: np.ndarray) -> np.ndarray:
     return np.packbits(marked_RL, axis=1, bitorder="little")
 
 
-def starts(rows_R: np.ndarray) -> np.ndarray:
-    """Where documents start, bool [R, L]."""
+def document_starts(rows_R: np.ndarray) -> np.ndarray:
+    """Marks the first token of each document, bool [R, L]. A row that continues a document does not start one."""
     return _marked(rows_R, "starts")
+
+
+def segment_ids(starts_RL: np.ndarray) -> np.ndarray:
+    """Numbers the documents in each row by the marks of their first tokens: int32 [R, L], from 0 in each row."""
+    return np.cumsum(starts_RL, axis=1, dtype=np.int32) - starts_RL[:, :1]
+
+
+def valid(rows_R: np.ndarray) -> np.ndarray:
+    """Marks the tokens that are not padding, bool [R, L]."""
+    return np.arange(rows_R.dtype["tokens"].shape[0]) < rows_R["length"][:, None]
 
 
 def counted(rows_R: np.ndarray) -> np.ndarray:
@@ -86,7 +96,15 @@ def _marked(rows_R: np.ndarray, name: str) -> np.ndarray:
 
 
 def documents(rows_R: np.ndarray) -> list[np.ndarray]:
-    """The token arrays of the documents in consecutive rows; the first may be the end of one begun earlier."""
-    valid_RL = np.arange(rows_R.dtype["tokens"].shape[0]) < rows_R["length"][:, None]
-    cuts = np.flatnonzero(starts(rows_R)[valid_RL])
-    return [part for part in np.split(rows_R["tokens"][valid_RL], cuts) if len(part)]
+    """Splits consecutive rows into the tokens of their documents, without padding.
+
+    If the first row continues a document, the first array is the rest of that document.
+    """
+    tokens_N, starts_N = stream(rows_R)
+    return [part for part in np.split(tokens_N, np.flatnonzero(starts_N)) if len(part)]
+
+
+def stream(rows_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens [N] of consecutive rows without padding, and where their documents start, bool [N]."""
+    valid_RL = valid(rows_R)
+    return rows_R["tokens"][valid_RL], document_starts(rows_R)[valid_RL]

@@ -1,4 +1,4 @@
-"""Delayed recall: rows in which a few tokens can only be foretold by remembering others, a given distance before.
+"""Delayed recall: rows in which a few tokens can only be predicted by remembering others, a given distance before.
 
 A row is one document of random filler. Somewhere in it stand pairs of a key and a value, `delay` tokens later the same pairs
 again; the values of the second time are the answers, and only they count as targets. A row's keys differ from each other,

@@ -45,9 +45,7 @@ def read(rows: PackedRows) -> tuple[np.ndarray, np.ndarray]:
         raise UserError(
             "--protocol=stream: scores every token, but of these rows only answers count; use --protocol=rows"
         )
-    rows_R = rows.read(range(len(rows)))
-    valid_RL = np.arange(rows_R.dtype["tokens"].shape[0]) < rows_R["length"][:, None]
-    return rows_R["tokens"][valid_RL], packing.starts(rows_R)[valid_RL]
+    return packing.stream(rows.read(range(len(rows))))
 
 
 def batches(
@@ -72,11 +70,10 @@ def batches(
         begin_B1 = windows.stride * (first + position_B)[:, None]
         place_BL = begin_B1 + np.arange(windows.context + 1)
         starts_BL = starts_N[place_BL]
-        segments_BL = np.cumsum(starts_BL, axis=1, dtype=np.int32)
         unscored_BL = (place_BL > begin_B1 + windows.context - windows.stride) | (begin_B1 == 0)
         yield {
             "inputs": tokens_N[place_BL[:, :-1]].astype(np.int32),
             "targets": tokens_N[place_BL[:, 1:]].astype(np.int32),
-            "segment_ids": segments_BL[:, :-1],
+            "segment_ids": packing.segment_ids(starts_BL)[:, :-1],
             "weights": (unscored_BL & ~starts_BL)[:, 1:].astype(np.float32),
         }

@@ -47,8 +47,15 @@ def test_continued_document_has_one_start():
     packer.add(np.array([4, 5, 6]), starts=False)
     packer.add(np.array([7]))
     rows = packer.flush()
-    assert packing.starts(rows).tolist() == [[True, False, False, False], [False, False, True, False]]
+    assert packing.document_starts(rows).tolist() == [[True, False, False, False], [False, False, True, False]]
     assert [document.tolist() for document in packing.documents(rows)] == [[1, 2, 3, 4, 5, 6], [7]]
+
+
+def test_segments_are_numbered_from_zero_in_each_row():
+    starts_RL = np.array([[True, False, True, False], [False, False, True, True], [False] * 4])
+    segments_RL = packing.segment_ids(starts_RL)
+    assert segments_RL.dtype == np.int32
+    assert segments_RL.tolist() == [[0, 0, 1, 1], [0, 0, 1, 2], [0, 0, 0, 0]]
 
 
 def test_nothing_gives_no_rows():

@@ -60,7 +60,7 @@ def test_evaluation_prints_both_and_sweeps_are_exact(run, capsys):
     assert "| maglev-smoke | lifted |" in report.ComparisonReport([result], failed={}).markdown()
     evaluate.main([f"--workdir={run}", "--batches=1", "--config.model.deployed_by=steps"])
     stepped = json.loads(file.read_text())
-    assert stepped["loss"] == pytest.approx(swept["loss"], rel=1e-5) and stepped["told"] == {}
+    assert stepped["loss"] == pytest.approx(swept["loss"], rel=1e-5) and stepped["computation"] == {}
 
 
 def test_generation(run, capsys):
