@@ -101,7 +101,7 @@ def gradients_gpu(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
 
         plgpu.barrier_wait(loaded)
         q_of_block = list(zip(*q_s))
-        factors = [pair for j in key_blocks for pair in tiles.crossed(q_of_block[j], tiles.transposed([k_s[j]]))]
+        factors = [pair for j in key_blocks for pair in tiles.cross_products(q_of_block[j], tiles.transposed([k_s[j]]))]
         scores = lambda: tiles.product((CHUNK, CHUNK), *factors)
         inner_s[...] = (scores() * tiles.untiled(intra.at[n, b, h])).astype(half)
         plgpu.commit_smem()
@@ -125,20 +125,20 @@ def gradients_gpu(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
                 )
                 plgpu.barrier_wait(states_loaded[i])
                 plgpu.barrier_wait(dstates_loaded[i])
-                carried[j] += jnp.sum(tiles.total(states) * tiles.total(dstates), axis=1)
-                read_CD = tiles.product((CHUNK, BLOCK), *tiles.crossed(q_of_block[j], states), start=read_CD)
+                carried[j] += jnp.sum(tiles.sum_parts(states) * tiles.sum_parts(dstates), axis=1)
+                read_CD = tiles.product((CHUNK, BLOCK), *tiles.cross_products(q_of_block[j], states), start=read_CD)
                 plgpu.commit_smem()  # all warps are past the states: the next ones come while the cotangents are used
                 following(fetch_states)
                 kept_CD, written[j] = tiles.products(
-                    (BLOCKS, kept_CD, tiles.crossed([k_s[j]], dstates)),
-                    (BLOCKS, written[j], tiles.crossed([v_s], tiles.transposed(dstates))),
+                    (BLOCKS, kept_CD, tiles.cross_products([k_s[j]], dstates)),
+                    (BLOCKS, written[j], tiles.cross_products([v_s], tiles.transposed(dstates))),
                 )
                 plgpu.commit_smem()
                 following(fetch_dstates)
-            denter_C += jnp.sum(tiles.total(do_s) * read_CD, axis=1)
+            denter_C += jnp.sum(tiles.sum_parts(do_s) * read_CD, axis=1)
             dinner_CC, dv_CD = tiles.products(
-                ((CHUNK, CHUNK), dinner_CC, tiles.crossed(do_s, tiles.transposed([v_s]))),
-                (BLOCKS, per_token * kept_CD, tiles.crossed(tiles.transposed([inner_s]), do_s)),
+                ((CHUNK, CHUNK), dinner_CC, tiles.cross_products(do_s, tiles.transposed([v_s]))),
+                (BLOCKS, per_token * kept_CD, tiles.cross_products(tiles.transposed([inner_s]), do_s)),
             )
             plgpu.commit_smem()
             v_s[...] = dv_CD.astype(half)
@@ -162,7 +162,7 @@ def gradients_gpu(q_parts, k_BTHK, intra_NBHCC, leave_NBHC, memories):
         dleave_C = sum(jnp.sum(tiles.tile(k_s[j]) * written[j], axis=1) for j in key_blocks)
         plgpu.commit_smem()
         for j in key_blocks:
-            inside = tiles.crossed(tiles.transposed([inner_s]), q_of_block[j])
+            inside = tiles.cross_products(tiles.transposed([inner_s]), q_of_block[j])
             k_s[j][...] = tiles.product((CHUNK, BLOCK), *inside, start=per_token * written[j]).astype(half)
             dcarry[n, b, h, columns(j)] = carried[j]
         plgpu.commit_smem()

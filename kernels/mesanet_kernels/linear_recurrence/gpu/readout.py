@@ -36,14 +36,16 @@ def readout_gpu(
         tiles.fetch(zip(sources, (*q_s, k_s, v_s, intra_s, enter_s, *state_s)), loaded)
         plgpu.barrier_wait(loaded)
 
-        scores_CC = tiles.product((CHUNK, CHUNK), *tiles.crossed(q_s, tiles.transposed([k_s]))) * tiles.tile(intra_s)
+        scores_CC = tiles.product((CHUNK, CHUNK), *tiles.cross_products(q_s, tiles.transposed([k_s]))) * tiles.tile(
+            intra_s
+        )
         inside_CV = tiles.product((CHUNK, value_size), (scores_CC.astype(v_s.dtype), v_s))
         states_KV = tiles.transposed(state_s) if transposed else state_s
-        before_CV = tiles.product((CHUNK, value_size), *tiles.crossed(q_s, states_KV))
+        before_CV = tiles.product((CHUNK, value_size), *tiles.cross_products(q_s, states_KV))
         o_CV = inside_CV + tiles.per_row(tiles.untiled(enter_s, tiles.ROWS.reduce(1)), value_size) * before_CV
         plgpu.commit_smem()  # all warps are past the values
         o_s = (v_s, *more_s)
-        tiles.store(tiles.cut(scale * o_CV, results, v_s.dtype), o_s)
+        tiles.store_parts(tiles.split_parts(scale * o_CV, results, v_s.dtype), o_s)
         plgpu.commit_smem()
         for source, target in zip(o_s, o):
             plgpu.copy_smem_to_gmem(source, target.at[b, tokens, h])

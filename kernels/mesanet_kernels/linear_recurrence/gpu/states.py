@@ -121,14 +121,14 @@ def _run(k_parts, v_parts, weight_NBHC, carry_NBH, blocks, initial_SBHKV, *, bac
             carried = carry[n, b, h]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if stored:
-                tiles.store(tiles.cut(state_DD, len(stored), stored[0]), state_s)
+                tiles.store_parts(tiles.split_parts(state_DD, len(stored), stored[0]), state_s)
             plgpu.barrier_wait(loaded.at[slot])
             weight_CD = tiles.per_row(tiles.untiled(weight_s.at[slot], tiles.ROWS.reduce(1)), BLOCK)
             values_s = [x.at[slot] for x in v_s]
-            weighted_CD = weight_CD * tiles.total(values_s)
+            weighted_CD = weight_CD * tiles.sum_parts(values_s)
             # In the values' place: the less memory a program has, the more of them run at once.
             weighted_s = [*values_s, *more_s][:factors]
-            tiles.store(tiles.cut(weighted_CD, factors, half), weighted_s)
+            tiles.store_parts(tiles.split_parts(weighted_CD, factors, half), weighted_s)
             plgpu.commit_smem()
             for source, target in zip(state_s, states):
                 plgpu.copy_smem_to_gmem(source, target.at[n, b, h, keys, values])
@@ -140,7 +140,7 @@ def _run(k_parts, v_parts, weight_NBHC, carry_NBH, blocks, initial_SBHKV, *, bac
 
             keys_DC = tiles.transposed(x.at[slot] for x in k_s)
             # Not the product's start: the matrix unit cuts sums off, and a state takes thousands of them.
-            return carried * state_DD + tiles.product((BLOCK, BLOCK), *tiles.crossed(keys_DC, weighted_s))
+            return carried * state_DD + tiles.product((BLOCK, BLOCK), *tiles.cross_products(keys_DC, weighted_s))
 
         first_DD = tiles.untiled(initial.at[segment, b, h, keys, values])
         final[segment, b, h, keys, values] = lax.fori_loop(0, steps, advance, first_DD)

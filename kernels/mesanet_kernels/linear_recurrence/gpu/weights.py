@@ -70,7 +70,7 @@ def _gradients(saved, cotangents):
     def kernel(ones_s, parts_s, log_decay_s, beta_s, enter_s, dintra_s, denter_s):
         decay_CC = _decay(_between(log_decay_s, ones_s, parts_s))
         plgpu.commit_smem()  # all warps are past the product
-        tiles.store(tiles.cut(tiles.tile(dintra_s) * decay_CC, PARTS, HALF), parts_s)
+        tiles.store_parts(tiles.split_parts(tiles.tile(dintra_s) * decay_CC, PARTS, HALF), parts_s)
         plgpu.commit_smem()
         later_CC = _product(ones_s.transpose((1, 0)), parts_s)  # of token j (row), t (column): j <= t
         pairs_CC, dsince_CC = later_CC * _per_column(beta_s), _per_column(enter_s) * _per_column(denter_s)
@@ -90,8 +90,8 @@ def _between(log_decay_s, ones_s, parts_s):
     """
     ones_s[...] = _ones(_token(1) <= _token(0))
     after_CC = _ones(_token(1) < _token(0))
-    parts_C = tiles.cut(tiles.untiled(log_decay_s, ROWS.reduce(1)), PARTS, HALF)
-    tiles.store([after_CC * tiles.per_row(part_C.astype(HALF), CHUNK) for part_C in parts_C], parts_s)
+    parts_C = tiles.split_parts(tiles.untiled(log_decay_s, ROWS.reduce(1)), PARTS, HALF)
+    tiles.store_parts([after_CC * tiles.per_row(part_C.astype(HALF), CHUNK) for part_C in parts_C], parts_s)
     plgpu.commit_smem()
     return _product(ones_s, parts_s)
 

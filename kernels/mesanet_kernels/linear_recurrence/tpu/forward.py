@@ -25,16 +25,16 @@ def forward_tpu(q_BTHK, k_BTHK, v_BTHV, weights, initial_BHKV, *, parts=1, dtype
     key_size, value_size = initial_BHKV.shape[2:]
 
     def kernel(q, k, v, intra, enter, initial, o, state):
-        tiles.begin(state, initial)
+        tiles.begin_state(state, initial)
         for head in range(grid.group):
             keys, values = (tiles.lanes(head, size) for size in (key_size, value_size))
-            q_parts, k_CK, v_CV, state_KV = tiles.cut(q[keys], parts), k[keys], v[values], state[head]
+            q_parts, k_CK, v_CV, state_KV = tiles.split_parts(q[keys], parts), k[keys], v[values], state[head]
             leave_1C, carry_11 = intra[head, CHUNK - 1 :], enter[head, :, CHUNK - 1 :]
             scores_CC = tiles.product(q_parts, [k_CK], b_transposed=True) * intra[head]
             inside_CV = tiles.dot(scores_CC.astype(HALF), v_CV)
-            before_CV = tiles.product(q_parts, tiles.cut(state_KV, parts))
+            before_CV = tiles.product(q_parts, tiles.split_parts(state_KV, parts))
             o[values] = (inside_CV + tiles.column(enter[head]) * before_CV).astype(o.dtype)
-            state[head] = tiles.advanced(state_KV, k_CK, v_CV, leave_1C, carry_11, parts=parts)
+            state[head] = tiles.advance_state(state_KV, k_CK, v_CV, leave_1C, carry_11, parts=parts)
 
     of_state = grid.of_row(key_size, value_size)
     o_BTW, final_BHKV = pl.pallas_call(

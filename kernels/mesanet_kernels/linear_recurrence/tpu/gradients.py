@@ -55,7 +55,7 @@ def gradients_tpu(q_BTHK, k_BTHK, weights, memories, *, queries):
 
     def kernel(q, k, intra, enter, memories, dq, dk, dintra, denter, dv, dstates):
         for memory, dstate in zip(memories, dstates, strict=True):
-            tiles.begin(dstate, memory.dfinal_BHKV)
+            tiles.begin_state(dstate, memory.dfinal_BHKV)
         for head in range(grid.group):
             keys = tiles.lanes(head, key_size)
             q_CK, k_CK, intra_CC, enter_1C = q[keys], k[keys], intra[head], enter[head]
@@ -63,7 +63,7 @@ def gradients_tpu(q_BTHK, k_BTHK, weights, memories, *, queries):
             enter_C1, leave_C1 = tiles.column(enter_1C), tiles.column(leave_1C)
             read = [_read(memory, dstate, head) for memory, dstate in zip(memories, dstates, strict=True)]
 
-            q_parts = tiles.cut(q_CK, 2)
+            q_parts = tiles.split_parts(q_CK, 2)
             scores_CC = tiles.product(q_parts, [k_CK], b_transposed=True)
             dscores_CC = _total(tiles.product(x.do_parts, [x.v_CV], b_transposed=True) for x in read)
             weighted_CC, dweighted_CC = (scores_CC * intra_CC).astype(HALF), (dscores_CC * intra_CC).astype(HALF)
@@ -85,7 +85,9 @@ def gradients_tpu(q_BTHK, k_BTHK, weights, memories, *, queries):
                 inside_CV = tiles.product([weighted_CC], x.do_parts, a_transposed=True)
                 written_CV = tiles.product([k_CK], x.dstate_parts)
                 dv_of_heads[tiles.lanes(head, dstate.shape[-1])] = (inside_CV + leave_C1 * written_CV).astype(HALF)
-                dstate[head] = tiles.advanced(x.dstate_KV, q_CK, x.do_CV, enter_1C, carry_11, parts=len(x.dstate_parts))
+                dstate[head] = tiles.advance_state(
+                    x.dstate_KV, q_CK, x.do_CV, enter_1C, carry_11, parts=len(x.dstate_parts)
+                )
 
     of_keys, of_weights = grid.tokens(key_size), [grid.of_chunk(CHUNK, CHUNK), grid.of_chunk(1, CHUNK)]
     of_memories = tuple(_blocks(grid, *memory.dfinal_BHKV.shape[2:]) for memory in memories)
@@ -147,8 +149,8 @@ class _Read(NamedTuple):
 def _read(memory, dstate, head):
     values = tiles.lanes(head, dstate.shape[-1])
     arrays = memory.v_BTHV[values], memory.do_BTHV[values], memory.states_NBHKV[head], dstate[head]
-    parts = tiles.parts_of(memory.states_NBHKV.dtype)
-    return _Read(*arrays, *(tiles.cut(x, parts) for x in arrays[1:]))
+    parts = tiles.part_count(memory.states_NBHKV.dtype)
+    return _Read(*arrays, *(tiles.split_parts(x, parts) for x in arrays[1:]))
 
 
 def _total(terms):

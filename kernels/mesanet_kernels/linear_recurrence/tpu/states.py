@@ -14,15 +14,15 @@ def states_tpu(k_BTHK, v_BTHV, weights, initial_BHKV, *, dtype=HALF):
     """[N,B,H,K,V] in `dtype`, of bfloat16 keys and values with T = N C; float32 states are right to 16 bits."""
     grid = tiles.grid(k_BTHK, v_BTHV)
     key_size, value_size = initial_BHKV.shape[2:]
-    parts = tiles.parts_of(dtype)
+    parts = tiles.part_count(dtype)
 
     def kernel(k, v, leave, enter, initial, entering, state):
-        tiles.begin(state, initial)
+        tiles.begin_state(state, initial)
         for head in range(grid.group):
             k_CK, v_CV = k[tiles.lanes(head, key_size)], v[tiles.lanes(head, value_size)]
             carry_11 = enter[head, :, CHUNK - 1 :]
             entering[head] = state[head].astype(dtype)
-            state[head] = tiles.advanced(state[head], k_CK, v_CV, leave[head], carry_11, parts=parts)
+            state[head] = tiles.advance_state(state[head], k_CK, v_CV, leave[head], carry_11, parts=parts)
 
     return pl.pallas_call(
         kernel,

@@ -82,7 +82,7 @@ def _order():
 
 def _times_ones(ones_CC, x_CC, *, transposed=False):
     """ones @ x, or ones.T @ x, to float32's precision: three parts of bfloat16 hold all of x."""
-    return tiles.product([ones_CC.astype(HALF)], tiles.cut(x_CC, tiles.EXACT), a_transposed=transposed)
+    return tiles.product([ones_CC.astype(HALF)], tiles.split_parts(x_CC, tiles.EXACT), a_transposed=transposed)
 
 
 def _call(kernel, rows_out, *arrays):

@@ -40,15 +40,15 @@ def solve_systems_tpu(rhs_BTHK, k_BTHK, weights, lam_HK, initial_BHKK, *, max_it
 
     def kernel(rhs, k, intra, enter, lam, initial, x_out, state, iterations_out, *scratch):
         k_s, state_s, x_s, residual_s, direction_s = scratch
-        tiles.begin(state, initial)
+        tiles.begin_state(state, initial)
         enter_GC1 = [tiles.column(enter[g]) for g in every]
 
         def image(g, p_CK, parts):
             """(H_t + Lambda) p_t."""
             k_CK = k_s[g]
-            scores_CC = tiles.product(tiles.cut(p_CK, parts), [k_CK], b_transposed=True) * intra[g]
-            inside_CK = tiles.product(tiles.cut(scores_CC, parts), [k_CK])
-            entering_parts = tiles.cut(p_CK * enter_GC1[g], parts)
+            scores_CC = tiles.product(tiles.split_parts(p_CK, parts), [k_CK], b_transposed=True) * intra[g]
+            inside_CK = tiles.product(tiles.split_parts(scores_CC, parts), [k_CK])
+            entering_parts = tiles.split_parts(p_CK * enter_GC1[g], parts)
             before_CK = tiles.product(entering_parts, [part[g] for part in state_s[:parts]])
             return inside_CK + before_CK + lam[g] * p_CK
 
@@ -56,7 +56,7 @@ def solve_systems_tpu(rhs_BTHK, k_BTHK, weights, lam_HK, initial_BHKK, *, max_it
         for g in every:
             # A head's part of a block of all heads need not begin where a register does; its copy in scratch does.
             k_CK = k_s[g] = k[tiles.lanes(g, size)]
-            for part, part_s in zip(tiles.cut(state[g], EXACT), state_s, strict=True):
+            for part, part_s in zip(tiles.split_parts(state[g], EXACT), state_s, strict=True):
                 part_s[g] = part
             squares_CK = tiles.dot(intra[g].astype(HALF), k_CK * k_CK)
             diagonal_CK = squares_CK + enter_GC1[g] * tiles.diagonal(state[g]) + lam[g]
@@ -101,7 +101,7 @@ def solve_systems_tpu(rhs_BTHK, k_BTHK, weights, lam_HK, initial_BHKK, *, max_it
             x_out[tiles.lanes(g, size)] = x_s[g] * norms[g]
             iterations_out[g] = tiles.row(counts[g])
             leave_1C, carry_11 = intra[g, CHUNK - 1 :], enter[g, :, CHUNK - 1 :]
-            state[g] = tiles.advanced(state[g], k_s[g], k_s[g], leave_1C, carry_11, parts=EXACT)
+            state[g] = tiles.advance_state(state[g], k_s[g], k_s[g], leave_1C, carry_11, parts=EXACT)
 
     tokens, of_state = grid.tokens(size), grid.of_row(size, size)
     rows = lambda dtype, *shape: pltpu.VMEM((grid.group, *shape), dtype)
