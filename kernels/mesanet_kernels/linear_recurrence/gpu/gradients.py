@@ -83,22 +83,22 @@ def gradients_gpu(
 
     def gradients_of_chunk(q, k, intra, leave, recurrences, dv, dk, dintra, denter, dleave, dcarry, *scratch):
         """Computes the gradients of one chunk of one head."""
-        blocks_s, nothing_s, loaded, tokens_loaded, states_loaded, dstates_loaded = scratch
+        blocks_s, zero_s, loaded, tokens_loaded, states_loaded, dstates_loaded = scratch
         b, n, h = (lax.axis_index(name) for name in ("row", "chunk", "head"))
         tokens, columns = pl.ds(n * CHUNK, CHUNK), lambda j: pl.ds(BLOCK * j, BLOCK)
 
-        def shared_blocks(nothing):
-            """Returns the blocks of shared memory by their use; `nothing` is 0, and is added to every index.
+        def shared_blocks(zero):
+            """Returns the blocks of shared memory by their use; `zero` is 0, and is added to every index.
 
             They are lists for (the parts of the queries, keys, weighted scores, values and cotangents of the outputs,
             states, cotangents of the states).
             """
             numbers = itertools.count()
-            lists = [[blocks_s.at[next(numbers) + nothing] for _ in range(count)] for count in counts_of_blocks]
-            *q_s, k_s, (inner_s,), tokens_s, states_s, dstates_s = lists
-            return q_s, k_s, inner_s, tokens_s, states_s, dstates_s
+            lists = [[blocks_s.at[next(numbers) + zero] for _ in range(count)] for count in counts_of_blocks]
+            *q_s, k_s, (weighted_scores_s,), tokens_s, states_s, dstates_s = lists
+            return q_s, k_s, weighted_scores_s, tokens_s, states_s, dstates_s
 
-        q_s, k_s, inner_s, tokens_s, states_s, dstates_s = shared_blocks(0)
+        q_s, k_s, weighted_scores_s, tokens_s, states_s, dstates_s = shared_blocks(0)
 
         def fetch_tokens(i, d):
             """Starts copying block d of the values and cotangents of the outputs of recurrence i."""
@@ -125,7 +125,7 @@ def gradients_gpu(
 
         every = zip((*q, k), (*q_s, k_s))
         tiles.fetch([(x.at[b, tokens, h, columns(j)], x_s[j]) for x, x_s in every for j in key_blocks], loaded)
-        nothing_s[0] = 0
+        zero_s[0] = 0
         fetch_tokens(0, 0)
         fetch_states(0, 0, 0)
         fetch_dstates(0, 0, 0)
@@ -136,7 +136,7 @@ def gradients_gpu(
         q_of_block = list(zip(*q_s))
         factors = [pair for j in key_blocks for pair in tiles.cross_products(q_of_block[j], tiles.transposed([k_s[j]]))]
         scores = lambda: tiles.product((CHUNK, CHUNK), *factors)
-        inner_s[...] = (scores() * tiles.untiled(intra.at[n, b, h])).astype(half)
+        weighted_scores_s[...] = (scores() * tiles.untiled(intra.at[n, b, h])).astype(half)
         plgpu.commit_smem()
 
         def of_block(i, d, sums):
@@ -145,11 +145,11 @@ def gradients_gpu(
             The sums are those of (do . v [C, C], denter [C], dS v for each block of keys [C, D], <S, dS> for each row
             of the state, in blocks [D]).
             """
-            dinner_CC, denter_C, written, carried = sums
+            dscores_CC, denter_C, written, carried = sums
             recurrence = recurrences[i]
             # The addresses are computed here from a 0 that is loaded from memory. Otherwise the compiler would compute
             # all of them before the loop and keep them in registers, of which there are not enough.
-            q_s, k_s, inner_s, tokens_s, states_s, dstates_s = shared_blocks(nothing_s[0])
+            q_s, k_s, weighted_scores_s, tokens_s, states_s, dstates_s = shared_blocks(zero_s[0])
             q_of_block = list(zip(*q_s))
             v_s, *do_s = tokens_s[: 1 + len(recurrence.do_parts)]
             states, dstates = states_s[: len(recurrence.states_parts)], dstates_s[: len(recurrence.dstates_parts)]
@@ -177,9 +177,9 @@ def gradients_gpu(
                 plgpu.commit_smem()
                 following(fetch_dstates)
             denter_C += jnp.sum(tiles.sum_parts(do_s) * read_CD, axis=1)
-            dinner_CC, dv_CD = tiles.products(
-                ((CHUNK, CHUNK), dinner_CC, tiles.cross_products(do_s, tiles.transposed([v_s]))),
-                (BLOCK_SHAPE, per_token * kept_CD, tiles.cross_products(tiles.transposed([inner_s]), do_s)),
+            dscores_CC, dv_CD = tiles.products(
+                ((CHUNK, CHUNK), dscores_CC, tiles.cross_products(do_s, tiles.transposed([v_s]))),
+                (BLOCK_SHAPE, per_token * kept_CD, tiles.cross_products(tiles.transposed([weighted_scores_s]), do_s)),
             )
             plgpu.commit_smem()
             v_s[...] = dv_CD.astype(half)
@@ -187,23 +187,23 @@ def gradients_gpu(
             plgpu.copy_smem_to_gmem(v_s, dv[i].at[b, tokens, h, columns(d)])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             fetch_following(fetch_tokens, i, d)
-            return dinner_CC, denter_C, tuple(written), tuple(carried)
+            return dscores_CC, denter_C, tuple(written), tuple(carried)
 
-        nothing = lambda shape, layout: plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-        matrix, of_rows = nothing((CHUNK, BLOCK), tiles.ROWS), nothing((CHUNK,), tiles.ROWS.reduce(1))
-        sums = matrix, of_rows, (matrix,) * len(key_blocks), (of_rows,) * len(key_blocks)
+        no_matrix = plgpu.layout_cast(jnp.zeros((CHUNK, BLOCK), jnp.float32), tiles.ROWS)
+        no_rows = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), tiles.ROWS.reduce(1))
+        sums = no_matrix, no_rows, (no_matrix,) * len(key_blocks), (no_rows,) * len(key_blocks)
         # The blocks of a recurrence are a loop because unrolled they would not fit into the instruction cache.
         for i, recurrence in enumerate(recurrences):
             sums = lax.fori_loop(0, recurrence.v_BTHV.shape[-1] // BLOCK, functools.partial(of_block, i), sums)
-        dinner_CC, denter_C, written, carried = sums
+        dscores_CC, denter_C, written, carried = sums
 
         # The scores are computed a second time because there are not enough registers to keep them.
-        dintra[n, b, h, ...] = dinner_CC * scores()
-        inner_s[...] = (dinner_CC * tiles.untiled(intra.at[n, b, h])).astype(half)
+        dintra[n, b, h, ...] = dscores_CC * scores()
+        weighted_scores_s[...] = (dscores_CC * tiles.untiled(intra.at[n, b, h])).astype(half)
         dleave_C = sum(jnp.sum(tiles.tile(k_s[j]) * written[j], axis=1) for j in key_blocks)
         plgpu.commit_smem()
         for j in key_blocks:
-            inside = tiles.cross_products(tiles.transposed([inner_s]), q_of_block[j])
+            inside = tiles.cross_products(tiles.transposed([weighted_scores_s]), q_of_block[j])
             k_s[j][...] = tiles.product((CHUNK, BLOCK), *inside, start=per_token * written[j]).astype(half)
             dcarry[n, b, h, columns(j)] = carried[j]
         plgpu.commit_smem()
