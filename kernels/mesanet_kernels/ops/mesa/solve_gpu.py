@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
+from mesanet_kernels.ops.mesa.solver import ROUNDING, divide_positive
 from mesanet_kernels.tiles import gpu as tiles
 from mesanet_kernels.tiles.gpu import BLOCK, CHUNK, ROWS
 
@@ -222,7 +222,7 @@ def iterate(operator, unit, x, x_s, *, max_iters, tol):
         active_C = size_C > rest_C
         images = image(direction)
         curvature_C = _sum_of_rows([p.astype(jnp.float32) * a for p, a in zip(direction, images)])
-        length_C = divide(1.0, curvature_C, active_C)
+        length_C = divide_positive(1.0, curvature_C, active_C)
         length, moved = per_row(length_C), per_row(length_C * size_C)
         residual = [r - length * a for r, a in zip(residual, images)]
         delta_C = jnp.where(active_C, _sum_of_rows([r * r for r in residual]), 1.0)

@@ -16,8 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
-from mesanet_kernels.ops.mesa.solver import normalize
+from mesanet_kernels.ops.mesa.solver import ROUNDING, divide_positive, normalize
 from mesanet_kernels.tiles import tpu as tiles
 from mesanet_kernels.tiles.tpu import CHUNK, EXACT, HALF
 
@@ -74,12 +73,12 @@ def solve_systems_tpu(rhs_BTHK, k_BTHK, weights, lam_HK, initial_BHKK, *, max_it
                 active_C1 = delta_C1 > stop_C1
                 direction_CK = direction_s[g]
                 image_CK = image(g, direction_CK, parts)
-                length_C1 = divide(delta_C1, _sum_of_rows(direction_CK * image_CK), active_C1)
+                length_C1 = divide_positive(delta_C1, _sum_of_rows(direction_CK * image_CK), active_C1)
                 x_s[g] += length_C1 * direction_CK
                 residual_CK = residual_s[g] - length_C1 * image_CK
                 next_C1 = jnp.where(active_C1, _sum_of_rows(residual_CK * residual_CK), delta_C1)
                 residual_s[g] = residual_CK
-                direction_s[g] = residual_CK + divide(next_C1, delta_C1, active_C1) * direction_CK
+                direction_s[g] = residual_CK + divide_positive(next_C1, delta_C1, active_C1) * direction_CK
                 next_deltas.append(next_C1)
                 next_counts.append(count_C1 + active_C1.astype(jnp.int32))
             return step + 1, next_deltas, next_counts
