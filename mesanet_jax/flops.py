@@ -38,8 +38,8 @@ def solves(forward: float) -> Flops:
 
 def mean_context(seq_len: int, window: int | None) -> float:
     """Returns how many tokens a token of a row sees on average in causal attention, itself included."""
-    span = min(window or seq_len, seq_len)
-    return span - span * (span - 1) / (2 * seq_len)
+    most = min(window or seq_len, seq_len)
+    return most - most * (most - 1) / (2 * seq_len)
 
 
 # Dense bfloat16 TFLOP/s of one JAX device, by the beginning of `device.device_kind`; more specific names come first.

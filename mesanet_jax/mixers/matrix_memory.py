@@ -63,7 +63,7 @@ LAYER_FIELDS = {
     ),
     "conv_on_value": Field(
         False,
-        "apply convolution and SiLU to the values too (MesaNet's text and equations disagree about it)",
+        "apply convolution and SiLU to the values too (as MesaNet's appendix E says; E.1 and G.2 do not)",
         fixed=True,
     ),
     **READOUT_FIELDS,
