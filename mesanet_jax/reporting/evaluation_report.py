@@ -67,9 +67,7 @@ class EvaluationReport:
     def markdown(self) -> str:
         """Returns the report as Markdown tables."""
         result = self.evaluation
-        extrapolated = (
-            "" if self.seq_len == self.trained_seq_len else f" (trained on {self.trained_seq_len}: extrapolation)"
-        )
+        unit = "row" if self.windows is None else "window"
         rows = [
             ("loss (nats / token)", f"{result.loss:.4f}"),
             ("perplexity", f"{result.perplexity:.2f}"),
@@ -80,7 +78,7 @@ class EvaluationReport:
             ("tokens", f"{result.tokens:,}"),
             ("bytes", f"{result.bytes:,}"),
             ("protocol", self.protocol),
-            ("tokens per row", f"{self.seq_len}{extrapolated}"),
+            (f"tokens per {unit}", self._length()),
             *(
                 (label, f"{self.layer_stats[name]:.2f}")
                 for name, label in layer_stats.LABELS.items()
@@ -91,9 +89,15 @@ class EvaluationReport:
         parts = [
             f"# {self.name}: {self.split} at step {self.step}",
             markdown_table(("measure", "value"), rows),
-            markdown_table(("position in the row", "loss (nats / token)", "tokens"), positions),
+            markdown_table((f"position in the {unit}", "loss (nats / token)", "tokens"), positions),
         ]
         return "\n\n".join(parts) + "\n"
+
+    def _length(self) -> str:
+        if self.seq_len == self.trained_seq_len:
+            return f"{self.seq_len}"
+        extrapolation = ": extrapolation" if self.seq_len > self.trained_seq_len else ""
+        return f"{self.seq_len} (trained on {self.trained_seq_len}{extrapolation})"
 
     def _word_rows(self) -> list[tuple[str, str]]:
         if self.words is None:
