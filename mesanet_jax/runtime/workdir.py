@@ -164,5 +164,5 @@ def load(workdir: epath.Path, overrides: dict[str, str]) -> Config:
     with _one_line_errors(workdir):
         found = path.is_file()
     if not found:
-        raise UserError(f"--workdir={workdir}: holds no {CONFIG}, so it is not the workdir of a mesanet_jax.train run")
+        raise UserError(f"--workdir={workdir}: contains no run of mesanet_jax.train ({CONFIG} is missing)")
     return config_lib.from_saved(schema.read_json(path), overrides, origin=str(path))

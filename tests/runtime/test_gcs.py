@@ -157,7 +157,7 @@ def test_errors_of_workdirs_are_one_line(bucket, monkeypatch):
     ):
         pass
     assert "\n" not in str(raised.value)
-    with pytest.raises(UserError, match="^--workdir=gs://misspelt/run: holds no config.json"):
+    with pytest.raises(UserError, match="^--workdir=gs://misspelt/run: contains no run"):
         workdir_lib.load(missing, {})
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"needs the package gcsfs: pip install mesanet-jax\[gcs\]"):
