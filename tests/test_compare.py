@@ -1,4 +1,4 @@
-"""Comparisons as a user makes them: what is refused before training, what is reported after it, and reruns."""
+"""Tests comparisons as a user makes them: what is refused before training, what is reported after it, and reruns."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def overrides(data: str, cache) -> dict[str, str]:
 
 
 def command(directory, values: dict[str, str], *flags: str, specs=PAIR) -> SimpleNamespace:
-    """Runs the command: status, output, errors."""
+    """Runs the command; returns its status, output and errors."""
     argv = [f"--configs={','.join(specs)}", f"--workdir={directory}", *flags]
     argv += [f"--config.{path}={value}" for path, value in values.items()]
     done = subprocess.run(
@@ -53,7 +53,7 @@ def command(directory, values: dict[str, str], *flags: str, specs=PAIR) -> Simpl
 
 
 def variant(path: pathlib.Path, line: str) -> str:
-    """A config file beside the shipped ones: the smoke Transformer with `line` on top."""
+    """Writes a config file: the smoke Transformer, changed by `line`."""
     path.write_text(
         "from configs import transformer\n\n\ndef get_config(size='smoke'):\n"
         f"    config = transformer.get_config('smoke')\n    config.name = 'variant'\n    {line}\n    return config\n"
@@ -64,7 +64,7 @@ def variant(path: pathlib.Path, line: str) -> str:
 # ---- refused before anything is trained
 
 
-def test_refuses_what_is_not_the_mixer(tmp_path, tiny_data):
+def test_refuses_what_is_not_the_architecture(tmp_path, tiny_data):
     spec = variant(tmp_path / "other.py", "config.optimizer.b2 = 0.95")
     with pytest.raises(UserError, match=r"config\.optimizer\.b2: 0\.98 and 0\.95") as error:
         runs.load([*PAIR, spec], overrides(tiny_data, "none"), tmp_path / "runs")
@@ -119,7 +119,7 @@ def test_refuses_a_warm_up_longer_than_the_steps(tmp_path, tiny_data):
 
 
 def test_mistakes_are_one_line_and_status_2(tmp_path, tiny_data, monkeypatch, capsys):
-    """Through the command line: --steps against --config.steps."""
+    """--steps contradicts --config.steps."""
     monkeypatch.setattr(
         sys, "argv", ["compare", "--configs=x", f"--workdir={tmp_path}", "--steps=3", "--config.steps=4"]
     )
@@ -132,7 +132,7 @@ def test_mistakes_are_one_line_and_status_2(tmp_path, tiny_data, monkeypatch, ca
 
 
 def test_an_option_holds_for_the_runs_that_have_it(tmp_path, tiny_data):
-    """One of a mixer and one of a kind of model; a misspelt one is one that none can have."""
+    """An option of a mixer and one of a kind of model; a misspelt option, which no config can have, is an error."""
     specs = ["configs/mesanet.py:smoke", "configs/transformer.py:smoke"]
     values = overrides(tiny_data, "none") | {"model.mesa.max_iters": "7", "model.max_sweeps": "5"}
     mesa, plain = runs.load(specs, values, tmp_path)
@@ -145,7 +145,7 @@ def test_an_option_holds_for_the_runs_that_have_it(tmp_path, tiny_data):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, tiny_data):
-    """Two families, and a third run whose directory another process holds."""
+    """Compares two families and a third run, whose directory another process holds."""
     root = tmp_path_factory.mktemp("compare")
     values = overrides(tiny_data, root / "cache")
     with workdir.lock(root / "runs" / "variant"):
@@ -194,16 +194,34 @@ def test_refuses_other_steps_in_the_same_workdir(compared):
 
 
 def result(name: str, loss: float, **changes) -> Result:
+    evaluation = Evaluation(
+        loss=loss,
+        bits_per_byte=None,
+        tokens=4,
+        bytes=0,
+        position_loss_T=np.array([np.nan, loss, loss, loss]),
+        position_tokens_T=np.array([0, 1, 1, 2]),
+    )
     made = Result(
-        name=name, pattern=(name,), learning_rate=1e-3, parameters=2_000_000, training_flops=1e7,
-        tokens_per_second=1234.0, memory_gb=None, steps=10, batch=(4, 4), seed=0, order_seed=0, data="abc",
-        evaluated_data="abc", settings={"name": name, "model.kind": "language_model", "model.pattern": (name,)}, modes={}, terms={},
+        name=name,
+        pattern=(name,),
+        learning_rate=1e-3,
+        parameters=2_000_000,
+        training_flops=1e7,
+        tokens_per_second=1234.0,
+        memory_gb=None,
+        steps=10,
+        batch=(4, 4),
+        seed=0,
+        order_seed=0,
+        data="abc",
+        evaluated_data="abc",
+        settings={"name": name, "model.kind": "language_model", "model.pattern": (name,)},
+        modes={},
+        terms={},
         losses=(np.arange(10), np.linspace(3, loss, 10)),
-        evaluation=Evaluation(
-            loss=loss, bits_per_byte=None, tokens=4, bytes=0, position_loss_T=np.array([np.nan, loss, loss, loss]),
-            position_tokens_T=np.array([0, 1, 1, 2]), p_correct_over_half=0.25,
-        ),
-    )  # fmt: skip
+        evaluation=evaluation,
+    )
     return dataclasses.replace(made, **changes)
 
 
@@ -235,7 +253,7 @@ def test_other_modes_stand_beside_the_loss_of_decoding():
     ]
 
 
-def test_what_memories_do_during_training_is_drawn_where_there_are_any(tmp_path):
+def test_the_plot_of_memories_is_drawn_if_a_run_has_one(tmp_path):
     png = tmp_path / "comparison-terms.png"
     plain, curve = result("attention", 2.0), (np.array([5, 10]), np.array([-0.1, -0.2]))
     scores = {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": None, "p_correct_over_half": None}
@@ -247,7 +265,7 @@ def test_what_memories_do_during_training_is_drawn_where_there_are_any(tmp_path)
 
 
 def test_says_what_differs():
-    """Fields that runs have in common and set differently; absent ones are marked, names and equal ones left out."""
+    """Fields that runs have in common and set differently; missing ones are marked, equal ones and names left out."""
     common = {"model.kind": "pha", "model.layers": 2, "model.alpha": None}
     settings = (
         common | {"name": "a", "model.pattern": ("gss", "attention"), "model.gss.modes": 16},
@@ -294,7 +312,7 @@ def test_eighteen_curves_look_different():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_the_running_command_once_and_starts_no_other(tmp_path, number):
-    """The command counts the signals it gets within half a second after the first."""
+    """The command counts the signals that it gets within half a second after the first one."""
     counting = (
         "import pathlib, signal, sys, time\nseen = []\n"
         f"signal.signal({int(number)}, lambda *_: seen.append(1))\n"

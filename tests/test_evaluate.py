@@ -1,4 +1,4 @@
-"""Evaluation against its definitions, and the command from a workdir to its files."""
+"""Tests evaluation against its definitions, and the command from a workdir to its files."""
 
 import json
 import math
@@ -25,12 +25,12 @@ def batch(targets, weights):
 
 
 def constant_loss(nats):
-    """A scoring function whose nats are given, times the weights."""
+    """Returns a scoring function with the given nats, times the weights."""
     return lambda params, batch: (np.array(nats, np.float32) * batch["weights"], {}, {})
 
 
 def test_bits_per_byte_by_hand():
-    """Tokens of 2 and 3 bytes cost 1 and 4 nats; a special token's 7 nats are in the loss alone, a masked one in none."""
+    """Tokens of 2 and 3 bytes cost 1 and 4 nats; the 7 nats of a special token are only in the loss."""
     rows = batch([[2, 3, 0, 1]], [[1, 1, 1, 0]])
     result = evaluate_rows(constant_loss([[1.0, 4.0, 7.0, 100.0]]), None, [rows], TOKEN_BYTES)
     assert result.loss == 12 / 3
@@ -42,7 +42,7 @@ def test_bits_per_byte_by_hand():
 
 
 def test_ragged_batches_weigh_by_tokens():
-    """One token of 1 nat and three of 2 nats: 7/4, where a mean of means would say 1.5."""
+    """One token of 1 nat and three of 2 nats have the mean 7/4; a mean of means would be 1.5."""
     nats = iter(([[1.0, 9.0, 9.0]], [[2.0, 2.0, 2.0]]))
     scores_fn = lambda params, batch: (np.array(next(nats), np.float32) * batch["weights"], {}, {})
     batches = [batch([[1, 1, 1]], [[1, 0, 0]]), batch([[1, 1, 1]], [[1, 1, 1]])]
@@ -50,7 +50,7 @@ def test_ragged_batches_weigh_by_tokens():
 
 
 def test_other_modes_are_scored_on_the_same_tokens():
-    """Two ways to compute the loss, and a count of the computation: weighted alike, with the gap between them."""
+    """Two ways to compute the loss and a count of the computation: the same weights, and the gap between the two."""
     counts = iter((4, 7))
     one, other = np.array([[1.0, 4.0]]), np.array([[0.5, 3.0]])
     scores_fn = lambda params, batch: (
@@ -103,14 +103,14 @@ def test_buckets_are_powers_of_two_and_hold_every_token(length):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(workdir, config, params) of a Mesa run."""
+    """Returns (workdir, config, params) of a Mesa run."""
     root = tmp_path_factory.mktemp("evaluate")
     data = prepare_data(root / "data", seq_len=32)
     return root / "run", *save_run(root / "run", data, mixer="mesa")
 
 
 def test_equals_a_direct_computation(run):
-    """Cross-entropy in NumPy from the model's logits, row by row, against the command."""
+    """Compares the command with the cross-entropy in NumPy from the model's logits, row by row."""
     workdir, config, params = run
     rows = PackedRows(config.data.path, "validation")
     model = models.build(config.model)

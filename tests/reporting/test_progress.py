@@ -1,4 +1,4 @@
-"""Plain lines where there is no terminal, a bar where there is one, and honest speeds."""
+"""Tests progress, plain lines without a terminal and a bar on one, and the measurement of speed."""
 
 import io
 import sys
@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Replaces time.monotonic by a value the test moves."""
+    """Replaces time.monotonic by a value that the test sets."""
     now = SimpleNamespace(seconds=100.0)
     for module in (progress, throughput):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now.seconds))
@@ -32,7 +32,7 @@ def clock(monkeypatch):
 def test_plain_lines(capsys, clock):
     with Progress(100, start=20) as bar:
         clock.seconds += 80
-        bar.update(40, SCALARS)  # 4 s a step, 60 to go
+        bar.update(40, SCALARS)  # 4 s per step, 60 steps to go
         bar.message("saved")
         bar.update(60, {"loss": 2.0})
     lines = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""The commands of the GPU session are ones that the programs take, and their models may be compared."""
+"""Tests that the programs accept the commands of the script, and that its models may be compared."""
 
 from mesanet_jax import cli, compare, evaluate, train
 from mesanet_jax.comparing import runs as runs_lib
@@ -10,7 +10,7 @@ from scripts.results import maglev_results
 
 
 def printed(tmp_path, capsys, *argv) -> list[list[str]]:
-    """What --dry-run prints, with rows of recall in `tmp_path`."""
+    """Returns what --dry-run prints, with rows of recall in `tmp_path`."""
     task = build(recall.SCHEMA)
     task.output, task.seq_len, task.delay, task.train_rows, task.validation_rows = str(tmp_path / "rows"), 64, 40, 8, 8
     recall.write(task)
@@ -20,7 +20,7 @@ def printed(tmp_path, capsys, *argv) -> list[list[str]]:
 
 
 def of(program, commands) -> list[list[str]]:
-    """The arguments of each command that runs a program."""
+    """Returns the arguments of each command that runs a program."""
     return [command[3:] for command in commands if command[2] == program.__name__]
 
 

@@ -1,4 +1,4 @@
-"""The commands of the GPU session are ones that the programs take, in an order that goes on where it stopped."""
+"""Tests that the programs accept the commands of the script, and that it continues where it stopped."""
 
 import json
 

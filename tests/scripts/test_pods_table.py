@@ -1,4 +1,4 @@
-"""The page of compiled pods is the one that its command writes from the records beside it."""
+"""Tests that the page of compiled pods is the one that its command writes from the records beside it."""
 
 import json
 import pathlib
