@@ -221,7 +221,7 @@ def test_without_a_transformer_the_positions_are_left_out(tmp_path):
 
 
 def test_other_modes_stand_beside_the_loss_of_decoding():
-    scores = {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": 0.5, "foretold": 0.25, "position_loss": []}
+    scores = {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": 0.5, "p_correct_over_half": 0.25, "position_loss": []}
     report = ComparisonReport([result("attention", 2.0), result("maglev", 1.75, modes={"lifted": scores})], failed={})
     table = [
         [cell.strip() for cell in line.split("|")[1:-1]]
@@ -230,7 +230,7 @@ def test_other_modes_stand_beside_the_loss_of_decoding():
     ]
     assert ["maglev", "lifted", "1.5000", "-0.2500", "0.5000", "25.0%"] in table
     assert [run["modes"] for run in report.record()["runs"]] == [
-        {"lifted": {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": 0.5, "foretold": 0.25}},
+        {"lifted": {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": 0.5, "p_correct_over_half": 0.25}},
         {},
     ]
 
@@ -238,7 +238,7 @@ def test_other_modes_stand_beside_the_loss_of_decoding():
 def test_what_memories_do_during_training_is_drawn_where_there_are_any(tmp_path):
     png = tmp_path / "comparison-terms.png"
     plain, curve = result("attention", 2.0), (np.array([5, 10]), np.array([-0.1, -0.2]))
-    scores = {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": None, "foretold": None}
+    scores = {"loss": 1.5, "perplexity": 4.48, "bits_per_byte": None, "p_correct_over_half": None}
     memory = result("maglev", 1.75, modes={"lifted": scores}, terms={"validation_gap_lifted": curve})
     for results, drawn in (([plain], False), ([plain, memory], True)):
         report = ComparisonReport(results, failed={})

@@ -66,11 +66,11 @@ def test_other_modes_are_scored_on_the_same_tokens():
     assert scalars["validation_bits_per_byte_lifted"] == pytest.approx(4.0 / (math.log(2) * 7), rel=1e-12)
 
 
-def test_foretold_are_those_with_more_than_half_of_the_probability():
+def test_p_correct_over_half_counts_the_tokens_given_more_than_half_of_the_probability():
     """Two of three valid tokens are likelier than 1/2; a masked one, whose nats are 0, counts in neither number."""
     rows = batch([[1, 2, 3, 1]], [[1, 1, 1, 0]])
     result = evaluate_rows(constant_loss([[0.69, 0.70, 0.0, 0.0]]), None, [rows], TOKEN_BYTES)
-    assert result.foretold == pytest.approx(2 / 3)
+    assert result.p_correct_over_half == pytest.approx(2 / 3)
 
 
 def test_no_bytes_and_no_tokens():

@@ -66,7 +66,7 @@ class ComparisonReport:
                 f"{scores['loss']:.4f}",
                 f"{scores['loss'] - result.evaluation.loss:+.4f}",
                 _known(scores["bits_per_byte"], "{:.4f}".format),
-                _known(scores["foretold"], "{:.1%}".format),
+                _known(scores["p_correct_over_half"], "{:.1%}".format),
             )
             for result in self.results
             for mode, scores in result.modes.items()
@@ -177,7 +177,7 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{result.evaluation.loss:.4f}",
         f"{result.evaluation.perplexity:.2f}",
         _known(result.evaluation.bits_per_byte, "{:.4f}".format),
-        _known(result.evaluation.foretold, "{:.1%}".format),
+        _known(result.evaluation.p_correct_over_half, "{:.1%}".format),
         _known(result.tokens_per_second, short_number),
         _known(result.memory_gb, "{:.2f}".format),
         f"{result.training_flops / 1e6:.1f}",

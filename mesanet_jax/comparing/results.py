@@ -106,7 +106,7 @@ def _evaluation(record: Mapping[str, Any]) -> Evaluation:
         bytes=record["bytes"],
         position_loss_T=np.array(record["position_loss"], float),  # null becomes NaN
         position_tokens_T=np.array(record["position_tokens"]),
-        foretold=record["foretold"],
+        p_correct_over_half=record["p_correct_over_half"],
     )
 
 

@@ -18,7 +18,8 @@ from mesanet_jax.reporting import layer_stats
 from mesanet_jax.reporting.plots import plot_positions
 from mesanet_jax.reporting.tables import markdown_table
 
-SCORES = ("loss", "perplexity", "bits_per_byte", "foretold")  # the fields of an `Evaluation` that reports compare
+# The fields of an `Evaluation` that reports compare.
+SCORES = ("loss", "perplexity", "bits_per_byte", "p_correct_over_half")
 P_CORRECT = "p(correct) > 1/2"  # the title of a column, explained in docs/evaluation.md
 
 
@@ -69,7 +70,7 @@ class EvaluationReport:
             ("loss (nats / token)", f"{result.loss:.4f}"),
             ("perplexity", f"{result.perplexity:.2f}"),
             ("bits per byte", _bits(result)),
-            (P_CORRECT, f"{result.foretold:.1%}"),
+            (P_CORRECT, f"{result.p_correct_over_half:.1%}"),
             *self._word_rows(),
             *self._mode_rows(),
             ("tokens", f"{result.tokens:,}"),
@@ -104,9 +105,10 @@ class EvaluationReport:
                 (f"gap, {mode} - decoding", f"{other.loss - self.evaluation.loss:+.4f}"),
                 (f"perplexity, {mode}", f"{other.perplexity:.2f}"),
                 (f"bits per byte, {mode}", _bits(other)),
-                (f"{P_CORRECT}, {mode}", f"{other.foretold:.1%}"),
+                (f"{P_CORRECT}, {mode}", f"{other.p_correct_over_half:.1%}"),
             ]
-        return rows + [(f"{name} (mean over batches)", f"{value:.1f}") for name, value in self.evaluation.told.items()]
+        statistics = self.evaluation.computation.items()
+        return rows + [(f"{name} (mean over batches)", f"{value:.1f}") for name, value in statistics]
 
     def record(self) -> dict[str, Any]:
         """Returns the report as JSON can hold it; the loss at a position without a valid token is null."""
@@ -124,7 +126,7 @@ class EvaluationReport:
                 mode: {**{name: getattr(other, name) for name in SCORES}, "position_loss": position_losses(other)}
                 for mode, other in result.others.items()
             },
-            "told": dict(result.told),
+            "computation": dict(result.computation),
         }
 
     def write(self, directory: epath.Path) -> epath.Path:
