@@ -28,6 +28,7 @@ from mesanet_jax.data.loader import Batch, eval_batches
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals import stream
+from mesanet_jax.evals.batches import evaluation_rows
 from mesanet_jax.evals.perplexity import evaluate_rows
 from mesanet_jax.evals.stream import Windows
 from mesanet_jax.reporting import layer_stats
@@ -113,7 +114,7 @@ def evaluate(
         params, step = checkpoint.restore_params(directory, model, mesh, step=step)
         check_tokenizer(rows, directory, step=step)
         scores = step_lib.compile_call(model.scores, model, mesh)
-        size = batch_size(config, devices=mesh_lib.batch_shards(mesh))
+        size = evaluation_rows(config, mesh_lib.batch_shards(mesh))
         whole, make = _inputs(rows, windows, size=size, positions=mesh_lib.local_rows(mesh, size))
         count = min(whole, batches or whole)
         some = itertools.islice(make(), count)
@@ -149,12 +150,6 @@ def _inputs(
     tokens_N, starts_N = stream.read(rows)
     make = partial(stream.batches, tokens_N, starts_N, windows, batch_size=size, positions=positions)
     return -(-windows.count(len(tokens_N)) // size), make
-
-
-def batch_size(config, *, devices: int) -> int:
-    """Rows of an evaluation batch: as in training, as many as fit at once, and a multiple of the devices that share them."""
-    wanted = min(config.data.batch_size, config.train.rows_per_device * devices)
-    return -(-wanted // devices) * devices
 
 
 if __name__ == "__main__":

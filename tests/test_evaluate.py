@@ -30,7 +30,7 @@ def constant_loss(nats):
 
 
 def test_bits_per_byte_by_hand():
-    """Tokens of 2 and 3 bytes cost 1 and 4 nats; a special token's 7 nats are in the loss alone, a masked one in none."""
+    """Tokens of 2 and 3 bytes cost 1 and 4 nats. The loss alone counts the special token's 7 nats, nothing the masked."""
     rows = batch([[2, 3, 0, 1]], [[1, 1, 1, 0]])
     result = evaluate_rows(constant_loss([[1.0, 4.0, 7.0, 100.0]]), None, [rows], TOKEN_BYTES)
     assert result.loss == 12 / 3
@@ -144,13 +144,6 @@ def test_batch_size_does_not_matter(run):
     assert (one.tokens, one.bytes) == (other.tokens, other.bytes)
     assert one.loss == pytest.approx(other.loss, rel=1e-6)
     np.testing.assert_allclose(one.position_loss_T, other.position_loss_T, rtol=1e-5)
-
-
-def test_batch_is_a_multiple_of_the_devices(run):
-    config = run[1].copy_and_resolve_references()
-    config.data.batch_size, config.train.rows_per_device = 100, 3
-    assert evaluate.batch_size(config, devices=8) == 24
-    assert evaluate.batch_size(config, devices=64) == 128
 
 
 def test_command_writes_table_json_and_plot(run, capsys):

@@ -164,7 +164,7 @@ def test_command(run, capsys):
     "flags, message",
     [
         (["--protocol=strem"], "--protocol=strem: choose one of rows, stream"),
-        (["--context=8"], "--context: is of --protocol=stream"),
+        (["--context=8"], "--context: applies only to --protocol=stream"),
         (["--protocol=stream", "--stride=64"], "--stride=64: must be at least 1 and at most --context=32"),
     ],
 )
