@@ -17,6 +17,7 @@ from tqdm import tqdm
 from mesanet_jax import cli, schema
 from mesanet_jax.data import manifest, pack_unit, plan, pool, settings, tokenizer_training
 from mesanet_jax.data.files import Directory
+from mesanet_jax.data.hashing import sha256_of_json
 from mesanet_jax.data.pack_unit import Job
 from mesanet_jax.data.plan import Unit
 from mesanet_jax.data.problems import Problems
@@ -39,7 +40,7 @@ def prepare(config: Config) -> dict[str, Any]:
         return manifest.read(directory)
 
     tokens = tokenizer_training.provide(config, sources, directory)
-    job = _job(config, manifest.digest([chosen, tokens.hash, manifest.COUNTS]))
+    job = _job(config, sha256_of_json([chosen, tokens.hash, manifest.COUNTS]))
     units = plan.units(
         sources,
         format=config.format,

@@ -137,7 +137,7 @@ class Directory:
                     stale.unlink(missing_ok=True)
 
     def sizes(self) -> dict[str, int]:
-        """Returns {file name: bytes} of the files of the directory, not of its subdirectories, with a single request."""
+        """Returns {file name: bytes} of the files directly in the directory, with a single request."""
         try:
             infos = self.fs.ls(self.root, detail=True)
         except FileNotFoundError:
@@ -192,9 +192,8 @@ def writing(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or first_line(error)
-        raise UserError(
-            f"{path}: cannot be written: {reason}; finished units are kept; fix the cause and run the same command again"
-        ) from error
+        advice = "finished units are kept; fix the cause and run the same command again"
+        raise UserError(f"{path}: cannot be written: {reason}; {advice}") from error
 
 
 def first_line(error: BaseException) -> str:
