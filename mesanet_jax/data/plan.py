@@ -3,7 +3,7 @@
 import concurrent.futures
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,7 +40,7 @@ class Unit:
 
 
 def units(
-    sources: dict[str, Sequence[Source]], *, format: str, text_field: str, document: str, unit_mb: int
+    sources: Mapping[str, Sequence[Source]], *, format: str, text_field: str, document: str, unit_mb: int
 ) -> list[Unit]:
     """Returns the units of all splits, each with about `unit_mb` MB of text.
 

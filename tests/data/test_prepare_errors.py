@@ -66,7 +66,10 @@ def test_wrong_configs(tmp_path):
         ({"output": ""}, "config.output: is empty"),
         ({"input": ""}, "config.input: is empty"),
         ({"input": tmp_path / "*.parquet"}, "config.input=.*no file matches"),
-        ({"validation_input": tmp_path / "in.jsonl"}, "in.jsonl: is in both train and validation"),
+        (
+            {"validation_input": tmp_path / "in.jsonl"},
+            "in.jsonl: is an input of both the train and the validation split",
+        ),
         ({"holdout": 1.0}, "config.holdout=1.0"),
         ({"holdout": 0.1, "document": "join"}, "config.holdout"),
         ({"document": "line"}, "config.document=line.*jsonl"),

@@ -61,7 +61,7 @@ def test_interrupted_and_rerun(whole, tmp_path, sent, workers):
     _, errors = process.communicate()
     if sent == signal.SIGINT:
         assert process.returncode == 130
-        assert errors.count("\n") == 1 and "rerun" in errors
+        assert errors.count("\n") == 1 and "to resume, run the same command again" in errors
     assert not (out / "manifest.json").exists()
     kept = {path.name: path.stat().st_mtime_ns for path in out.glob("unit-*.json")}
     time.sleep(0.5 if workers > 1 else 0)  # orphaned workers finish their unit
@@ -91,10 +91,10 @@ def test_lost_shard_is_made_again(whole, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"seq_len": 64}, "seq_len=32, now it is 64"),
-        ({"bos": False}, "bos=True, now it is False"),
-        ({"tokenizer__vocab_size": 700}, "tokenizer.vocab_size=600, now it is 700"),
-        ({"holdout": 0.2}, "holdout=0.1, now it is 0.2"),
+        ({"seq_len": 64}, "seq_len=32, but now it is 64"),
+        ({"bos": False}, "bos=True, but now it is False"),
+        ({"tokenizer__vocab_size": 700}, "tokenizer.vocab_size=600, but now it is 700"),
+        ({"holdout": 0.2}, "holdout=0.1, but now it is 0.2"),
     ],
 )
 def test_other_settings_are_refused(whole, change, said):

@@ -125,13 +125,13 @@ def test_only_answers_count(prepared):
     assert not batch["segment_ids"].any()
     training = Batches(PackedRows(prepared.output, "train"), 8, seed=0, steps=1)[0]
     assert training["weights"].sum() == 8 * 3
-    with pytest.raises(UserError, match="only answers count"):
+    with pytest.raises(UserError, match="only answers are scored"):
         stream.read(rows)
 
 
 @pytest.mark.parametrize(("delay", "seen"), [(32, False), (31, True)])
 def test_windows_do_not_see_further_than_they_reach(delay, seen):
-    """Two layers of 16 tokens reach 30 before the last one: other values a delay of 32 earlier change no answer's loss."""
+    """Two layers of 16 tokens reach 30 tokens before the last one, so they do not see values 32 tokens before."""
     config = sliding_window.get_config("smoke")
     config.model.vocab_size = 259
     model = models.build(config.model)
@@ -152,12 +152,12 @@ def test_windows_do_not_see_further_than_they_reach(delay, seen):
     ("values", "message"),
     [
         ({"output": ""}, "config.output: is empty"),
-        ({"pairs": 27}, "config.pairs=27: there are 26"),
-        ({"symbols": 40}, "config.symbols=40: there are 33"),
-        ({"delay": 5}, "config.delay=5: must be at least 6, or the pairs' two places overlap"),
+        ({"pairs": 27}, "config.pairs=27: must be at most 26"),
+        ({"symbols": 40}, "config.symbols=40: must be at most 33"),
+        ({"delay": 5}, "config.delay=5: must be at least 6, or the pairs overlap with their repetition"),
         ({"shortest_delay": 5}, "config.shortest_delay=5: must be at least 6"),
-        ({"shortest_delay": 61}, "config.shortest_delay=61: is longer than config.delay=60"),
-        ({"delay": 123}, "config.seq_len=127: must be at least 128, for 3 pairs twice"),
+        ({"shortest_delay": 61}, "config.shortest_delay=61: must be at most config.delay=60"),
+        ({"delay": 123}, "config.seq_len=127: must be at least 128, to hold 3 pairs twice"),
     ],
 )
 def test_impossible_tasks_are_one_line(values, message):
@@ -169,7 +169,10 @@ def test_the_command(tmp_path, capsys):
     values = {"output": tmp_path / "out", "seq_len": 64, "delay": 40, "train_rows": 30, "validation_rows": 5}
     main([f"--config.{name}={value}" for name, value in values.items()])
     said = capsys.readouterr().out
-    assert "train: 30 rows of 64 + 1, 4 answers each" in said and "2.7726 nats without memory" in said
+    assert (
+        "train: 30 rows of 65 tokens, 4 answers per row" in said
+        and "without memory, an answer costs 2.7726 nats" in said
+    )
     main(["--help-config"])
     assert "tokens from a value to its answer" in capsys.readouterr().out
     with pytest.raises(UserError, match="did you mean --config.delay"):
