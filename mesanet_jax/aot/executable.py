@@ -16,6 +16,7 @@ import mesanet_jax
 import mesanet_kernels
 from mesanet_jax import schema
 from mesanet_jax.aot.topology import describe
+from mesanet_jax.atomic import write_atomically
 from mesanet_jax.errors import UserError
 
 # Fields that leave the compiled step as it is; all others are compared.
@@ -34,11 +35,9 @@ def save(path: pathlib.Path, executable: jax.stages.Compiled, config, mesh: jax.
       UserError: the file cannot be written.
     """
     payload, _, _ = serialize_executable.serialize(executable)
-    partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(json.dumps(identity(config, mesh)).encode() + b"\n" + payload)
-        partial.replace(path)
+        write_atomically(path, json.dumps(identity(config, mesh)).encode() + b"\n" + payload)
     except OSError as error:
         raise UserError(f"--save={path}: {error.strerror or error}") from error
 

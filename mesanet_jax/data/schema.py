@@ -6,8 +6,8 @@ from mesanet_jax.schema import Field
 SCHEMA = {
     "input": Field(
         "",
-        "files of the training split: paths and globs, separated by commas; local, gs://, s3://, hf://, or embedded:NAME"
-        " for a corpus of the package",
+        "files of the training split: paths and globs, separated by commas; local, gs://, s3://, hf://, or"
+        " embedded:NAME for a corpus of the package",
     ),
     "validation_input": Field("", "files of the validation split, as in `input`; empty: none"),
     "test_input": Field("", "files of the test split, as in `input`; empty: none"),

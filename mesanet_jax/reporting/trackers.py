@@ -6,7 +6,6 @@ for example) is reported once and dropped. Only process 0 has sinks, and no sink
 
 import json
 import math
-import os
 import pathlib
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Protocol
 import jax
 from tqdm import tqdm
 
+from mesanet_jax.atomic import write_atomically
 from mesanet_jax.errors import UserError
 from mesanet_jax.schema import Config
 
@@ -91,12 +91,7 @@ class JsonLines:
 def _truncate(path: pathlib.Path, from_step: int) -> None:
     """Keeps only the records up to `from_step`; atomically, so that a crash loses none of them."""
     kept = [record for record in read_json_lines(path) if record["step"] <= from_step]
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def read_json_lines(path: pathlib.Path) -> list[dict]:

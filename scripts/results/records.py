@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mesanet_jax.atomic import write_atomically
+
 type Record = dict[str, Any]
 
 
@@ -24,9 +26,7 @@ def append(path: pathlib.Path, record: Mapping[str, Any]) -> None:
 def write(path: pathlib.Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Replaces the records of a file, compactly and with sorted keys."""
     lines = (json.dumps(record, separators=(",", ":"), sort_keys=True) + "\n" for record in records)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(lines))
-    partial.replace(path)
+    write_atomically(path, "".join(lines))
 
 
 def has(path: pathlib.Path, key: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ def random_documents(seed: int, count: int) -> list[np.ndarray]:
 
 
 def pack(documents, *, seq_len=16, every=None):
-    """All rows; with `every`, full rows are taken after so many documents."""
+    """Returns all rows; with `every`, takes the full rows after every so many documents."""
     packer = Packer(row_dtype(seq_len=seq_len, vocab_size=1000), pad_id=7)
     rows = []
     for index, document in enumerate(documents):

@@ -1,4 +1,4 @@
-"""Packed rows: random access, local and remote, and what is wrong with a directory."""
+"""Tests random access to packed rows, local and remote, and the errors of a broken directory."""
 
 import json
 
