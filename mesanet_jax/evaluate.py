@@ -114,7 +114,7 @@ def evaluate(
         params, step = checkpoint.restore_params(directory, model, mesh, step=step)
         check_tokenizer(rows, directory, step=step)
         scores = step_lib.compile_call(model.scores, model, mesh)
-        size = evaluation_rows(config, mesh_lib.batch_shards(mesh))
+        size = evaluation_rows(config, shards=mesh_lib.batch_shards(mesh))
         whole, make = _inputs(rows, windows, size=size, positions=mesh_lib.local_rows(mesh, size))
         count = min(whole, batches or whole)
         some = itertools.islice(make(), count)

@@ -15,9 +15,9 @@ MEMORY_READ = "read"  # what the op of a matrix memory returns, before the outpu
 
 _policies = jax.checkpoint_policies
 
-# From the policy that keeps most to the one that keeps least. Mesa's solution is the most expensive value of a Mesa layer.
-# The op of a matrix memory costs as much as a matrix product, but the compiler does not see it as one, so "matmuls" keeps
-# its result by name.
+# From the policy that keeps most to the one that keeps least. Mesa's solution is the most expensive value of a Mesa
+# layer. The op of a matrix memory costs as much as a matrix product, but the compiler does not see it as one, so
+# "matmuls" keeps its result by name.
 POLICIES = {
     "matmuls": _policies.save_from_both_policies(
         _policies.dots_with_no_batch_dims_saveable, _policies.save_only_these_names(MEMORY_READ, MESA_SOLUTION)

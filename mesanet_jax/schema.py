@@ -190,19 +190,27 @@ def _has_type(value: Any, kind: type) -> bool:
 
 
 def load_file(spec: str) -> Config:
-    """The config of `path.py` or `path.py:argument` (its `get_config`)."""
+    """Returns the config of `--config=SPEC`, which its file's `get_config` makes.
+
+    While a file outside the shipped configs is loaded, it can import the other files of its folder by the folder's
+    name, as in `from my_configs.shared import learning_rate`.
+
+    Args:
+      spec: a file or the name of a shipped config, and optionally an argument for `get_config`: "configs/mesanet.py",
+        "configs/mesanet.py:140m" or "mesanet:140m". A file is looked up in the current directory first, then among the
+        shipped configs.
+
+    Raises:
+      UserError: there is no such config, or its file raised an exception.
+    """
     name, _, argument = spec.partition(":")
-    path = pathlib.Path(name)
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else "; shipped configs are in configs/"
-        raise UserError(f"--config={spec}: no file {name}{hint}")
+    path = _find_config(name, spec=spec)
     module_spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
-    if module_spec is None:
+    if module_spec is None or module_spec.loader is None:
         raise UserError(f"--config={spec}: {name} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
-    root = str(path.resolve().parent.parent)  # so that a config file may import its neighbours as `configs.x`
-    sys.path.insert(0, root)
+    neighbours = [] if path.parent == _shipped_configs() else [str(path.resolve().parent.parent)]
+    sys.path[:0] = neighbours
     try:
         module_spec.loader.exec_module(module)
         return module.get_config(argument) if argument else module.get_config()
@@ -211,7 +219,39 @@ def load_file(spec: str) -> Config:
     except Exception as error:  # the file is the user's, and so is whatever it raises
         raise UserError(f"--config={spec}: {type(error).__name__}: {_one_line(error)}") from error
     finally:
-        sys.path.remove(root)
+        for folder in neighbours:
+            sys.path.remove(folder)
+
+
+def _find_config(name: str, *, spec: str) -> pathlib.Path:
+    """Returns the file of a config, given its path or the name of a family.
+
+    Raises:
+      UserError: there is none; the message has the nearest name.
+    """
+    path, shipped = pathlib.Path(name), _shipped_configs()
+    is_family = path.name == name and not path.suffix
+    if is_family:
+        candidates = [path, pathlib.Path("configs", f"{name}.py"), shipped / f"{name}.py"]
+    elif path.parent == pathlib.Path("configs"):
+        candidates = [path, shipped / path.name]
+    else:
+        candidates = [path]
+    found = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if found is not None:
+        return found
+    families = sorted(file.stem for file in shipped.glob("*.py"))
+    known = [str(file) for file in path.parent.glob("*.py")] + [f"configs/{family}.py" for family in families]
+    near = difflib.get_close_matches(str(path), families if is_family else known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"shipped configs: {', '.join(families)}"
+    missing = f"no file {name} and no shipped config of that name" if is_family else f"no file {name}"
+    raise UserError(f"--config={spec}: {missing}; {hint}")
+
+
+def _shipped_configs() -> pathlib.Path:
+    """Returns the folder of the shipped configs: beside this file in a wheel, at the top of a checkout."""
+    installed = pathlib.Path(__file__).parent / "configs"
+    return installed if installed.is_dir() else pathlib.Path(__file__).parents[1] / "configs"
 
 
 def _one_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Pretrains a model: `python -m mesanet_jax.train --config=configs/mesanet.py:140m --workdir=DIR --config.data.path=...`
+"""Pretrains a model: `python -m mesanet_jax.train --config=configs/mesanet.py:140m --workdir=DIR --config.data.path=D`
 
 Run the same command again to resume a run that was stopped; a run that is finished says so and exits with status 0.
 Several processes train one model if each of them gets --coordinator (see docs/distributed.md).
@@ -26,6 +26,7 @@ from mesanet_jax import mesh as mesh_lib
 from mesanet_jax.aot import executable
 from mesanet_jax.data.loader import Batches
 from mesanet_jax.data.rows import PackedRows
+from mesanet_jax.formatting import short_number
 from mesanet_jax.models import Model
 from mesanet_jax.reporting import layer_stats
 from mesanet_jax.reporting.plots import plot_terms, plot_training, terms
@@ -188,7 +189,7 @@ def banner(config: Config, model: Model, program: step_lib.Program, rows: Packed
         f"{config.name}: {model.parameter_count() / 1e6:.1f}M parameters on"
         f" {devices.size} {devices.flat[0].device_kind} ({layout})\n"
         f"{config.steps} steps of {config.data.batch_size} x {config.data.seq_len} tokens"
-        f" ({tokens / 1e9:.3g}B tokens, {epochs:.2g} epochs of {len(rows)} rows)\n"
+        f" ({short_number(tokens)} tokens, {epochs:.2g} epochs of {len(rows)} rows)\n"
         f"gradients accumulated over {program.accumulation} part(s), {flops_per_token / 1e9:.3g} GFLOPs per token"
     )
 

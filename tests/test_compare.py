@@ -201,7 +201,7 @@ def result(name: str, loss: float, **changes) -> Result:
         losses=(np.arange(10), np.linspace(3, loss, 10)),
         evaluation=Evaluation(
             loss=loss, bits_per_byte=None, tokens=4, bytes=0, position_loss_T=np.array([np.nan, loss, loss, loss]),
-            position_tokens_T=np.array([0, 1, 1, 2]),
+            position_tokens_T=np.array([0, 1, 1, 2]), p_correct_over_half=0.25,
         ),
     )  # fmt: skip
     return dataclasses.replace(made, **changes)

@@ -30,7 +30,7 @@ def constant_loss(nats):
 
 
 def test_bits_per_byte_by_hand():
-    """Tokens of 2 and 3 bytes cost 1 and 4 nats. The loss alone counts the special token's 7 nats, nothing the masked."""
+    """Tokens of 2 and 3 bytes cost 1 and 4 nats. Only the loss counts the 7 nats of a special token."""
     rows = batch([[2, 3, 0, 1]], [[1, 1, 1, 0]])
     result = evaluate_rows(constant_loss([[1.0, 4.0, 7.0, 100.0]]), None, [rows], TOKEN_BYTES)
     assert result.loss == 12 / 3
@@ -66,7 +66,7 @@ def test_other_modes_are_scored_on_the_same_tokens():
     assert scalars["validation_bits_per_byte_lifted"] == pytest.approx(4.0 / (math.log(2) * 7), rel=1e-12)
 
 
-def test_p_correct_over_half_counts_the_tokens_given_more_than_half_of_the_probability():
+def test_p_correct_over_half_counts_tokens_with_more_than_half_of_the_probability():
     """Two of three valid tokens are likelier than 1/2; a masked one, whose nats are 0, counts in neither number."""
     rows = batch([[1, 2, 3, 1]], [[1, 1, 1, 0]])
     result = evaluate_rows(constant_loss([[0.69, 0.70, 0.0, 0.0]]), None, [rows], TOKEN_BYTES)
@@ -77,7 +77,7 @@ def test_no_bytes_and_no_tokens():
     result = evaluate_rows(constant_loss([[3.0]]), None, [batch([[0]], [[1]])], TOKEN_BYTES)
     assert result.bits_per_byte is None and "validation_bits_per_byte" not in result.scalars()
     for batches in ([], [batch([[1]], [[0]])]):
-        with pytest.raises(UserError, match="no valid token"):
+        with pytest.raises(UserError, match="no row holds a token to score"):
             evaluate_rows(constant_loss([[3.0]]), None, batches, TOKEN_BYTES)
 
 

@@ -75,8 +75,8 @@ def main() -> None:
     leaving = partial(recurrence.leaving_state_cotangents, stored=two)
     dg_parts, _ = timed("cotangents of G", leaving, q_star, (do,), weights, h_kv)
     dh_parts, _ = timed("cotangents of H", partial(leaving, factors=2), q_star, e_star, weights, h_kk)
-    memories = RecurrenceInputsGpu(v, (do,), g_parts, dg_parts), RecurrenceInputsGpu(k, e_star, h_parts, dh_parts)
-    timed("gradients", gradients_gpu, q_star, k, weights.intra_NBHCC, weights.intra_NBHCC[..., -1, :], memories)
+    recurrences = RecurrenceInputsGpu(v, (do,), g_parts, dg_parts), RecurrenceInputsGpu(k, e_star, h_parts, dh_parts)
+    timed("gradients", gradients_gpu, q_star, k, weights, recurrences)
 
     for tol in TOLERANCES:
         forward = lambda inputs, tol=tol: mesa(**inputs, tol=tol, implementation="pallas_gpu").o

@@ -105,7 +105,7 @@ def call(kernel: str):
         return written_out(iterations), (half(*tokens), half(*tokens), of_chunks, wide(HEADS, SIZE), state)
     return {
         "weights": (weights._weights, (row, row)),
-        "weights' gradients": (lambda *x: weights._gradients(x[:2], x[2:]), (row, row, pairs, row)),
+        "weights' gradients": (lambda *x: weights._weights_backward(x[:2], x[2:]), (row, row, pairs, row)),
         "forward": (forward_tpu, (half(*tokens), half(*tokens), half(*tokens), of_chunks, state)),
         "states": (states_tpu, (half(*tokens), half(*tokens), of_chunks, state)),
         "gradients": (partial(gradients_tpu, queries=True), (half(*tokens), half(*tokens), of_chunks, one_memory)),

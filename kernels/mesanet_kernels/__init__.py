@@ -1,7 +1,7 @@
 """Sequence-mixing ops for JAX on TPU, GPU and CPU: pure functions on arrays, documented where they are defined."""
 
 from mesanet_kernels.dispatch import implementations
-from mesanet_kernels.documents import document_starts
+from mesanet_kernels.documents import document_starts, state_resets
 from mesanet_kernels.ops.attention.api import attention
 from mesanet_kernels.ops.attention.cache import AttentionState, attention_extend, attention_step, init_attention_state
 from mesanet_kernels.ops.causal_conv1d.api import causal_conv1d, causal_conv1d_step
@@ -40,4 +40,5 @@ __all__ = [
     "mlstm",
     "mlstm_step",
     "softmax_cross_entropy",
+    "state_resets",
 ]

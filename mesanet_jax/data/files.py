@@ -10,12 +10,13 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from mesanet_jax import atomic
 from mesanet_jax.errors import UserError
 
 EMBEDDED = "embedded:"
@@ -133,8 +134,8 @@ class Directory:
         with writing(self.path):
             self.fs.makedirs(self.root, exist_ok=True)
             if is_local(self.fs):
-                for stale in pathlib.Path(self.root).glob(".*.tmp"):
-                    stale.unlink(missing_ok=True)
+                for file in filter(atomic.is_temporary, pathlib.Path(self.root).iterdir()):
+                    file.unlink(missing_ok=True)
 
     def sizes(self) -> dict[str, int]:
         """Returns {file name: bytes} of the files directly in the directory, with a single request."""
@@ -168,21 +169,21 @@ class Directory:
         Raises:
           UserError: the file cannot be written.
         """
-        local = is_local(self.fs)
         with writing(self.path):
-            handle, temporary = tempfile.mkstemp(prefix=f".{name}.", suffix=".tmp", dir=self.root if local else None)
-            try:
-                with os.fdopen(handle, "w+b") as stream:
+            if is_local(self.fs):
+                with atomic.replacing(self.join(name)) as stream:
                     yield stream
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                if local:
-                    os.chmod(temporary, 0o644)  # other users may read it too; mkstemp grants access to its owner only
-                    os.replace(temporary, self.join(name))
-                else:
-                    self.fs.put_file(temporary, self.join(name))  # an object appears only once it is complete
-            finally:
-                pathlib.Path(temporary).unlink(missing_ok=True)
+            else:
+                with self._uploading(name) as stream:
+                    yield stream
+
+    @contextlib.contextmanager
+    def _uploading(self, name: str) -> Iterator[io.BufferedRandom]:
+        """Opens a temporary file and uploads it at the end; objects in a bucket appear only once they are complete."""
+        with tempfile.NamedTemporaryFile() as stream:
+            yield cast(io.BufferedRandom, stream)
+            stream.flush()
+            self.fs.put_file(stream.name, self.join(name))
 
 
 @contextlib.contextmanager

@@ -103,7 +103,7 @@ def to_batch(rows_R: np.ndarray) -> Batch:
         loss on BOS, as in the MesaNet paper), is padding or, in rows of a task, is not an answer.
     """
     tokens_BL = rows_R["tokens"].astype(np.int32)
-    starts_BL = packing.starts(rows_R)
+    starts_BL = packing.document_starts(rows_R)
     return {
         "inputs": tokens_BL[:, :-1],
         "targets": tokens_BL[:, 1:],

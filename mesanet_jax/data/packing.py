@@ -79,7 +79,7 @@ def bits(marked_RL: np.ndarray) -> np.ndarray:
     return np.packbits(marked_RL, axis=1, bitorder="little")
 
 
-def starts(rows_R: np.ndarray) -> np.ndarray:
+def document_starts(rows_R: np.ndarray) -> np.ndarray:
     """Returns bool [R, L], true at the first token of each document.
 
     The first token of a row is one only if its document does not continue from the previous row.
@@ -110,7 +110,7 @@ def _marked(rows_R: np.ndarray, name: str) -> np.ndarray:
 def stream(rows_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Joins consecutive rows: returns their tokens [N] without padding, and bool [N], true where documents start."""
     valid_RL = valid(rows_R)
-    return rows_R["tokens"][valid_RL], starts(rows_R)[valid_RL]
+    return rows_R["tokens"][valid_RL], document_starts(rows_R)[valid_RL]
 
 
 def documents(rows_R: np.ndarray) -> list[np.ndarray]:

@@ -1,6 +1,6 @@
-"""Computes the loss, the perplexity, bits per byte and the loss at each position over the rows of a split.
+"""Computes loss, perplexity, bits per byte and the loss at each position over the rows of a split.
 
-Shape suffixes: B rows of a batch, T tokens per row, V vocabulary, C sums that are accumulated.
+B: rows per batch   T: tokens per row   V: size of the vocabulary   C: the sums that an evaluation keeps
 """
 
 import dataclasses
@@ -16,19 +16,20 @@ from mesanet_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The scores of a model on some rows. Every mean weights all valid tokens equally, across rows and batches.
+    """The scores of a model on some rows. Every mean is over all valid tokens, whatever row or batch they were in.
 
     Attributes:
-      loss: nats per token. A model with several ways to compute its loss reports that of decoding here.
-      bits_per_byte: None if no target stands for a byte.
-      tokens: the number of valid tokens.
-      bytes: the number of UTF-8 bytes of the text that the valid targets stand for.
-      position_loss_T: mean nats at each position of the row; NaN where no token is valid.
-      position_tokens_T: the number of valid tokens at each position of the row.
-      p_correct_over_half: the share of tokens to which the model gives a probability of more than 1/2. No other token
-        can be likelier, so this is a lower bound of the accuracy. None if unknown.
-      others: {mode: the evaluation of another way to compute the loss}.
-      computation: {name: statistic of the computation, averaged over the batches}, such as the number of sweeps.
+      loss: nats per token.
+      bits_per_byte: bits per UTF-8 byte of the text; None if no target stands for a byte.
+      tokens: the number of targets that were scored.
+      bytes: the number of UTF-8 bytes that these targets stand for.
+      position_loss_T: mean nats at each position in the row; NaN where no token was valid.
+      position_tokens_T: the number of valid tokens at each position.
+      p_correct_over_half: the fraction of tokens to which the model gave more than half of the probability. No other
+        token can be likelier then, so the accuracy of greedy prediction is at least this.
+      others: evaluations of the other modes of a model that can compute its loss in several ways. The fields above
+        are those of the mode in which the model decodes.
+      computation: numbers about the computation itself, such as how many sweeps it took; means over batches.
     """
 
     loss: float
@@ -37,19 +38,19 @@ class Evaluation:
     bytes: int
     position_loss_T: np.ndarray
     position_tokens_T: np.ndarray
-    p_correct_over_half: float | None = None
+    p_correct_over_half: float
     others: Mapping[str, "Evaluation"] = dataclasses.field(default_factory=dict)
     computation: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), or infinity where that overflows."""
+        """exp(loss), infinite where that overflows."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def scalars(self) -> dict[str, float]:
-        """Returns what a training run logs for its validation split.
+        """Returns what a training run logs of its validation split.
 
-        The `gap` of another mode is its loss minus the loss of decoding.
+        The gap of another mode is its loss minus the loss of decoding.
         """
         scalars = {"validation_loss": self.loss}
         if self.bits_per_byte is not None:
@@ -61,51 +62,51 @@ class Evaluation:
 
 
 def evaluate_rows(
-    scores_fn: Callable[..., Any], params: Any, batches: Iterable[Mapping[str, Any]], token_bytes: np.ndarray
+    scores_fn: Callable, params: Any, batches: Iterable[Mapping[str, Any]], token_bytes: np.ndarray
 ) -> Evaluation:
-    """Evaluates `params` on every batch.
+    """Evaluates a model on every batch.
 
-    Bits per byte are defined as in nanochat: the nats of the targets that stand for bytes, divided by ln 2 times the
-    number of these bytes. A special token such as EOS counts in neither sum, but does count in the loss.
+    Bits per byte divide the nats of the targets that stand for bytes by ln 2 times the number of these bytes. Special
+    tokens such as EOS are in neither sum, although they are part of the loss.
 
     Args:
-      scores_fn: (params, batch) -> (nats [B, T], 0 where the weight is 0; {mode: nats [B, T]}; {name: scalar}), as
-        `Model.scores`; jitted by the caller.
-      batches: each has inputs, targets, segment_ids and weights [B, T]; the weights are 0 or 1. The arrays are NumPy
-        arrays or global arrays of a mesh.
-      token_bytes: int [V], the number of UTF-8 bytes that each id stands for; 0 for a special token.
+      scores_fn: `Model.scores`, compiled: (params, batch) -> (nats [B, T] of decoding, {mode: nats [B, T]},
+        {name: scalar about the computation}). Nats are 0 where the weight is 0.
+      params: the parameters of the model.
+      batches: mappings with `inputs`, `targets`, `segment_ids` and `weights`, each [B, T], as NumPy arrays or as global
+        arrays on a mesh. Weights are 0 or 1.
+      token_bytes: int [V], the UTF-8 bytes that each id stands for, 0 for special ids.
 
     Raises:
-      UserError: no token is valid.
+      UserError: if no token is valid.
     """
-    totals: dict[str | None, np.ndarray] = {}  # mode -> sums [C, T]; the mode None is decoding
-    computation: list[dict[str, float]] = []
+    totals: dict[str | None, np.ndarray] = {}  # sums [C, T] of each mode; the key None is decoding
+    scalars: list[dict[str, float]] = []
     for batch in batches:
-        decoding_BT, others, scalars = scores_fn(params, batch)
-        computation.append({name: float(_on_host(value)) for name, value in scalars.items()})
+        decoding_BT, others, about = scores_fn(params, batch)
+        scalars.append({name: float(_on_host(value)) for name, value in about.items()})
         valid_BT = _on_host(batch["weights"]) > 0
         bytes_BT = np.where(valid_BT, token_bytes[_on_host(batch["targets"])], 0)
-        for mode, on_device_BT in {None: decoding_BT, **others}.items():
-            sums_CT = _sums(_on_host(on_device_BT).astype(np.float64), valid_BT, bytes_BT)
-            totals[mode] = totals[mode] + sums_CT if mode in totals else sums_CT
+        for mode, nats_BT in {None: decoding_BT, **others}.items():
+            sums_CT = _sums(_on_host(nats_BT).astype(np.float64), valid_BT, bytes_BT)
+            totals[mode] = totals.get(mode, 0.0) + sums_CT
     if not totals or not totals[None][1].any():
-        raise UserError("evaluation: these rows hold no valid token; is the split empty?")
-    means = {name: float(np.mean([scalars[name] for scalars in computation])) for name in computation[0]}
-    others = {mode: _evaluation(totals_CT) for mode, totals_CT in totals.items() if mode is not None}
-    return dataclasses.replace(_evaluation(totals[None]), others=others, computation=means)
+        raise UserError("evaluation: no row holds a token to score; choose a split with data, or evaluate more batches")
+    computation = {name: float(np.mean([each[name] for each in scalars])) for name in scalars[0]}
+    others = {mode: _evaluation(sums_CT) for mode, sums_CT in totals.items() if mode is not None}
+    return dataclasses.replace(_evaluation(totals[None]), others=others, computation=computation)
 
 
 def _sums(nats_BT: np.ndarray, valid_BT: np.ndarray, bytes_BT: np.ndarray) -> np.ndarray:
-    """Sums over the rows, at each position: nats, tokens, nats of text, bytes, tokens with p(correct) > 1/2."""
+    """Sums over rows, at each position, of what `_evaluation` needs: [C, T]."""
     text_nats_BT = np.where(bytes_BT > 0, nats_BT, 0.0)
     over_half_BT = valid_BT & (nats_BT < math.log(2))
-    return np.stack([x.sum(axis=0) for x in (nats_BT, valid_BT, text_nats_BT, bytes_BT, over_half_BT)])
+    return np.stack([x_BT.sum(axis=0) for x_BT in (nats_BT, valid_BT, text_nats_BT, bytes_BT, over_half_BT)])
 
 
-def _evaluation(totals_CT: np.ndarray) -> Evaluation:
-    """Computes the means of the totals of `_sums`."""
-    nats_T, tokens_T, text_nats_T, bytes_T, over_half_T = totals_CT
-    nats, tokens, text_nats, count = (float(x.sum()) for x in (nats_T, tokens_T, text_nats_T, bytes_T))
+def _evaluation(sums_CT: np.ndarray) -> Evaluation:
+    nats_T, tokens_T, text_nats_T, bytes_T, over_half_T = sums_CT
+    nats, tokens, text_nats, count = (float(x_T.sum()) for x_T in (nats_T, tokens_T, text_nats_T, bytes_T))
     return Evaluation(
         loss=nats / tokens,
         bits_per_byte=text_nats / (math.log(2) * count) if count else None,
@@ -118,15 +119,15 @@ def _evaluation(totals_CT: np.ndarray) -> Evaluation:
 
 
 def _on_host(x: Any) -> np.ndarray:
-    """Gathers a whole array on every process that holds a part of it."""
+    """Returns the whole array on every process, gathered where each holds only a part."""
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def position_buckets(evaluation: Evaluation) -> list[tuple[str, float, int]]:
-    """Averages the loss over positions in ranges that grow by powers of two.
+    """Averages the loss by position over buckets that double in size: '1', '2', '3-4', '5-8', ...
 
     Returns:
-      (name, nats per token, tokens) of each range; positions count from 1: "1", "2", "3-4", "5-8", ...
+      (name, nats per token, tokens) of each bucket that has valid tokens. Positions are counted from 1.
     """
     loss_T, tokens_T = evaluation.position_loss_T, evaluation.position_tokens_T
     rows, first = [], 1

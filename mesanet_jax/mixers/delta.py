@@ -25,8 +25,8 @@ class DeltaNet(MatrixMemory):
     def _add_gates(self, model, options, *, rngs):
         self.input_gate = self._make_input_gate(model, rngs=rngs)
 
-    def _call_op(self, op, x, q, k, v, **rest):
-        return op(q, k, v, self.input_gate(x), **rest)
+    def _call_op(self, op, x, q, k, v):
+        return op(q, k, v, self.input_gate(x))
 
     def _op_flops(self, chunk) -> Flops:
         """Counts the work inside a chunk and on the state.
@@ -51,5 +51,5 @@ class GatedDeltaNet(DeltaNet):
         self.input_gate = self._make_input_gate(model, rngs=rngs)
         self.decay_gate = self._make_decay(model, options, rngs=rngs)
 
-    def _call_op(self, op, x, q, k, v, **rest):
-        return op(q, k, v, self.input_gate(x), log_decay=self.decay_gate(x), **rest)
+    def _call_op(self, op, x, q, k, v):
+        return op(q, k, v, self.input_gate(x), log_decay=self.decay_gate(x))

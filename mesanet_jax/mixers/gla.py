@@ -51,9 +51,9 @@ class GLA(MatrixMemory):
         self.input_gate = self._make_input_gate(model, rngs=rngs) if options.input_gate else None
         self.decay_gate = self._make_decay(model, options, rngs=rngs)
 
-    def _call_op(self, op, x, q, k, v, **rest):
+    def _call_op(self, op, x, q, k, v):
         beta = None if self.input_gate is None else self.input_gate(x)
-        return op(q, k, v, self.decay_gate(x), beta=beta, **rest)
+        return op(q, k, v, self.decay_gate(x), beta=beta)
 
     def _op_flops(self, chunk) -> Flops:
         return additive_flops(self.heads, self.key_size, self.value_size, chunk)

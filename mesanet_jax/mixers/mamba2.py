@@ -35,9 +35,9 @@ class Mamba2(MatrixMemory):
         self.decay_gate = self._make_decay(model, options, rngs=rngs)
         self.D = param(rngs, jax.nn.initializers.ones, (self.heads,), ("heads",)) if options.skip else None
 
-    def _call_op(self, op, x, q, k, v, **rest):
+    def _call_op(self, op, x, q, k, v):
         step_size = self.decay_gate.step_size(x) if isinstance(self.decay_gate, SoftplusDecay) else None
-        o, memory = op(q, k, v, self.decay_gate(x), beta=step_size, **rest)
+        o, memory = op(q, k, v, self.decay_gate(x), beta=step_size)
         return o if self.D is None else o + self.D[...].astype(v.dtype)[:, None] * v, memory
 
     def _op_flops(self, chunk) -> Flops:

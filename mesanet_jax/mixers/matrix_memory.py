@@ -63,7 +63,7 @@ LAYER_FIELDS = {
     ),
     "conv_on_value": Field(
         False,
-        "apply convolution and SiLU to the values too (MesaNet's text and equations disagree about it)",
+        "apply convolution and SiLU to the values too (as MesaNet's appendix E says; E.1 and G.2 do not)",
         fixed=True,
     ),
     **READOUT_FIELDS,
@@ -95,7 +95,7 @@ class MatrixMemory(nnx.Module):
       SECTION, FIELDS         its section of the model's config (LAYER_FIELDS and its own options),
       ROW_OP, TOKEN_OP        its op in the kernel library, for whole rows and for one token,
       _add_gates              its gates and other parameters,
-      _call_op                which arguments the op gets,
+      _call_op                which arguments its op gets,
       _op_flops               what the op costs,
     and `_empty_memory` if its memory is more than one matrix [K, V] per head.
     """
@@ -144,15 +144,15 @@ class MatrixMemory(nnx.Module):
         """Sets the attributes that the family has beyond the layer: its gates and other parameters."""
         raise NotImplementedError
 
-    def _call_op(self, op: Callable[..., Any], x: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, **rest: Any):
-        """Calls the family's op with its gates and returns what the op does: (o, memory, ...).
+    def _call_op(self, op: Callable[..., Any], x: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
+        """Calls the family's op on its gates and returns the op's results: (o, memory, ...).
 
         Args:
-          op: ROW_OP or TOKEN_OP.
+          op: ROW_OP or TOKEN_OP with the memory, the documents, the chunk size and the implementation already set.
           x: the stream [..., D], from which gates are computed. Leading axes are [B, T] for rows, [B] for one token.
-          q, k: [..., H, K].
-          v: [..., H, V].
-          rest: the remaining arguments of the op, to be passed on: memory, documents, implementation.
+          q: queries [..., H, K].
+          k: keys [..., H, K].
+          v: values [..., H, V].
         """
         raise NotImplementedError
 
@@ -173,10 +173,10 @@ class MatrixMemory(nnx.Module):
     # ---- the layer
 
     def _run(self, x: jax.Array, state: MatrixMemoryState, *, convolve: Callable[..., Any], op: Callable[..., Any]):
-        """The layer for rows or for one token, as `convolve` and `op` are.
+        """Computes the layer for rows or for one token, as `convolve` and `op` are.
 
         Returns:
-          (y [..., D], the new state, a list of whatever else the op returned).
+          (y [..., D], the new state, the list of the op's further results).
         """
         q, conv_q = convolve(self.query(x), self.conv_q, state.conv_q)
         k, conv_k = convolve(self.key(x), self.conv_k, state.conv_k)
@@ -184,8 +184,7 @@ class MatrixMemory(nnx.Module):
         v = v.reshape(*x.shape[:-1], self.heads, self.value_size)
         o, memory, *reported = self._call_op(op, x, self._heads_of(q), self._heads_of(k), v)
         o = checkpoint_name(o, MEMORY_READ)
-        gate = {"gate": self.output_gate, "gate_form": self.output_gate_form}
-        y = read_out(o, x, norm=self.norm, out=self.out, **gate)
+        y = read_out(o, x, norm=self.norm, gate=self.output_gate, gate_form=self.output_gate_form, out=self.out)
         return y, MatrixMemoryState(conv_q, conv_k, conv_v, memory), reported
 
     def _heads_of(self, x: jax.Array) -> jax.Array:

@@ -90,11 +90,10 @@ class Mesa(MatrixMemory):
         """Returns the diagonal of the ridge regularisation, [H, K]."""
         return self.lambda_floor + jax.nn.softplus(self.lambda_raw[...])
 
-    def _call_op(self, op, x, q, k, v, **rest):
+    def _call_op(self, op, x, q, k, v):
         beta = self.input_gate(x)
         log_decay = self.decay_gate(x) + jnp.log1p(-(1.0 - self.decay_cap) * jnp.square(beta))
-        o, memory, iterations = op(q, k, v, log_decay, beta, self._lambda(), **self.solver_options, **rest)
-        return o, memory, iterations
+        return op(q, k, v, log_decay, beta, self._lambda(), **self.solver_options)
 
     def with_stats(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the layer's output and its statistics.

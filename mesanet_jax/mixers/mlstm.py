@@ -65,14 +65,12 @@ class MLSTM(MatrixMemory):
             axes = ("embed", "heads")
             return Linear(model.dim, self.heads, axes=axes, rngs=rngs, init=zeros, bias_init=bias_init)
 
-        for _ in range(2):  # keys of a gate that was made and not used
-            rngs.params()
         self.decay_gate = gate(spaced_biases(options.decay_bias_init, options.decay_bias_init_last))
         self.input_gate = gate(lambda *args: options.input_bias_init + spread(*args))
 
-    def _call_op(self, op, x, q, k, v, **rest):
+    def _call_op(self, op, x, q, k, v):
         x32 = x.astype(jnp.float32)
-        return op(q, k, v, self._cap(self.input_gate(x32)), self._cap(self.decay_gate(x32)), **rest)
+        return op(q, k, v, self._cap(self.input_gate(x32)), self._cap(self.decay_gate(x32)))
 
     def _cap(self, gate: jax.Array) -> jax.Array:
         return gate if self.gate_softcap is None else self.gate_softcap * jnp.tanh(gate / self.gate_softcap)

@@ -1,7 +1,8 @@
 """A model as the trainer, the evaluator and the sampler see it: plain pytrees in, plain pytrees out.
 
-Each kind of model is a class with the methods of `Decoder` (decoder.py), in a file of its own. Modules are built once,
-abstractly; from there on parameters are nested dicts of arrays, and `Model` binds them to the module for each call.
+Each kind of model is a class with the methods of `Decoder` (interface.py), in a file of its own. Modules are built
+once, abstractly; from there on parameters are nested dicts of arrays, and `Model` binds them to the module for each
+call.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from mesanet_jax.flops import Flops
-from mesanet_jax.models.decoder import Batch, Decoder, LayerStats
+from mesanet_jax.models.interface import Batch, Decoder, LayerStats
 from mesanet_jax.models.language_model import LanguageModel
 from mesanet_jax.models.lrt import LRT
 from mesanet_jax.models.maglev import Maglev

@@ -42,9 +42,10 @@ class Block(nnx.Module):
 
     def with_stats(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The stream after this block, and the mixer's statistics by name (empty if it has none)."""
-        if not hasattr(self.mixer, "with_stats"):
+        mixer_with_stats = getattr(self.mixer, "with_stats", None)
+        if mixer_with_stats is None:
             return self(x_BTD, segment_ids_BT), {}
-        mixed_BTD, stats = self.mixer.with_stats(self.mixer_norm(x_BTD), segment_ids_BT)
+        mixed_BTD, stats = mixer_with_stats(self.mixer_norm(x_BTD), segment_ids_BT)
         return self._add(x_BTD, mixed_BTD), stats
 
     def _add(self, x_BTD, mixed_BTD):

@@ -10,10 +10,10 @@ B batch, T time, D model width.
 import jax
 import jax.numpy as jnp
 
-from mesanet_jax.models.decoder import Batch
+from mesanet_jax.models.interface import Batch
 from mesanet_jax.models.memory import MemoryRules
 from mesanet_jax.models.nanochat_backbone import NanochatBackbone, State
-from mesanet_jax.models.neighbours import document_starts
+from mesanet_kernels import state_resets
 
 
 def deployed_states(model: NanochatBackbone, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -74,7 +74,7 @@ def _by_steps(model: NanochatBackbone, rules: MemoryRules, tokens_BT, segment_id
 
         return jax.lax.scan(one, empty, (tokens_T, starts_T))[1]
 
-    return jax.vmap(row)(tokens_BT, document_starts(segment_ids_BT)), {}
+    return jax.vmap(row)(tokens_BT, state_resets(segment_ids_BT)), {}
 
 
 def extend_by_steps(model: NanochatBackbone, tokens_BT: jax.Array, state: State) -> tuple[jax.Array, State]:

@@ -19,7 +19,7 @@ from mesanet_jax.mesh import constrain
 from mesanet_jax.mixers import MIXERS
 from mesanet_jax.models import fields
 from mesanet_jax.models.block import ACTIVATION, LOOKED_UP, Block, Group
-from mesanet_jax.models.decoder import Batch, LayerStats
+from mesanet_jax.models.interface import Batch, LayerStats
 from mesanet_jax.models.stack import Maker, Pair, blocks_flops, init_states, make_blocks, scan, stats_by_layer
 from mesanet_jax.models.vocabulary import Vocabulary
 from mesanet_jax.schema import Config, Field

@@ -17,8 +17,8 @@ from flax import nnx
 from mesanet_jax.errors import UserError
 from mesanet_jax.flops import Flops
 from mesanet_jax.models import nanochat_fields
-from mesanet_jax.models.decoder import Batch, LayerStats
 from mesanet_jax.models.deployment import deployed_states, extend_by_steps
+from mesanet_jax.models.interface import Batch, LayerStats
 from mesanet_jax.models.memory import memory_fields
 from mesanet_jax.models.nanochat_backbone import NanochatBackbone, State
 from mesanet_jax.schema import Config, Field

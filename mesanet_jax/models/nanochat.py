@@ -12,7 +12,7 @@ from flax import nnx
 
 from mesanet_jax.flops import Flops
 from mesanet_jax.models import nanochat_fields
-from mesanet_jax.models.decoder import Batch, LayerStats
+from mesanet_jax.models.interface import Batch, LayerStats
 from mesanet_jax.models.nanochat_backbone import NanochatBackbone, State
 from mesanet_jax.schema import Config
 

@@ -20,7 +20,7 @@ from mesanet_jax.flops import Flops, mean_context, products
 from mesanet_jax.layers import param, rms_normalize
 from mesanet_jax.mesh import constrain
 from mesanet_jax.models.block import ACTIVATION
-from mesanet_jax.models.decoder import Batch
+from mesanet_jax.models.interface import Batch
 from mesanet_jax.models.memory import MemoryRules, forget_gate
 from mesanet_jax.models.nanochat_block import Context, NanochatBlock, attend_cached, attend_rows
 from mesanet_jax.models.nanochat_fields import has_value_embedding, period, windows

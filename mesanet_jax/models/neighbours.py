@@ -6,10 +6,7 @@ B batch, T time, D model width.
 import jax
 import jax.numpy as jnp
 
-
-def document_starts(segment_ids_BT: jax.Array) -> jax.Array:
-    """Whether a position is the first of a document inside its row, bool [B,T]; false at the beginning of the row."""
-    return jnp.pad(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
+from mesanet_kernels import state_resets
 
 
 def left_neighbours(x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None) -> jax.Array:
@@ -17,4 +14,4 @@ def left_neighbours(x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None) -
     before_BTD = jnp.pad(x_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
     if segment_ids_BT is None:
         return before_BTD
-    return jnp.where(document_starts(segment_ids_BT)[..., None], 0, before_BTD)
+    return jnp.where(state_resets(segment_ids_BT)[..., None], 0, before_BTD)

@@ -15,7 +15,7 @@ from flax import nnx
 from mesanet_jax.flops import Flops
 from mesanet_jax.layers import stack as stack_modules
 from mesanet_jax.models.block import Group
-from mesanet_jax.models.decoder import LayerStats
+from mesanet_jax.models.interface import LayerStats
 from mesanet_jax.remat import remat
 
 Pair = tuple[Any, Any]  # (of all groups, of the tail); the second is None if there is no tail

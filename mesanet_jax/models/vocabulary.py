@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mesanet_jax.layers import Initializer, param
-from mesanet_jax.models.decoder import Batch
+from mesanet_jax.models.interface import Batch
 from mesanet_jax.schema import Config
 from mesanet_kernels import softmax_cross_entropy
 

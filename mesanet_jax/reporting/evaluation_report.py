@@ -18,8 +18,12 @@ from mesanet_jax.reporting import layer_stats
 from mesanet_jax.reporting.plots import plot_positions
 from mesanet_jax.reporting.tables import markdown_table
 
-# The fields of an `Evaluation` that reports compare.
-SCORES = ("loss", "perplexity", "bits_per_byte", "p_correct_over_half")
+SCORES = (
+    "loss",
+    "perplexity",
+    "bits_per_byte",
+    "p_correct_over_half",
+)  # the fields of an `Evaluation` that reports compare
 P_CORRECT = "p(correct) > 1/2"  # the title of a column, explained in docs/evaluation.md
 
 
@@ -63,9 +67,7 @@ class EvaluationReport:
     def markdown(self) -> str:
         """Returns the report as Markdown tables."""
         result = self.evaluation
-        extrapolated = (
-            "" if self.seq_len == self.trained_seq_len else f" (trained on {self.trained_seq_len}: extrapolation)"
-        )
+        unit = "row" if self.windows is None else "window"
         rows = [
             ("loss (nats / token)", f"{result.loss:.4f}"),
             ("perplexity", f"{result.perplexity:.2f}"),
@@ -76,7 +78,7 @@ class EvaluationReport:
             ("tokens", f"{result.tokens:,}"),
             ("bytes", f"{result.bytes:,}"),
             ("protocol", self.protocol),
-            ("tokens per row", f"{self.seq_len}{extrapolated}"),
+            (f"tokens per {unit}", self._length()),
             *(
                 (label, f"{self.layer_stats[name]:.2f}")
                 for name, label in layer_stats.LABELS.items()
@@ -87,9 +89,15 @@ class EvaluationReport:
         parts = [
             f"# {self.name}: {self.split} at step {self.step}",
             markdown_table(("measure", "value"), rows),
-            markdown_table(("position in the row", "loss (nats / token)", "tokens"), positions),
+            markdown_table((f"position in the {unit}", "loss (nats / token)", "tokens"), positions),
         ]
         return "\n\n".join(parts) + "\n"
+
+    def _length(self) -> str:
+        if self.seq_len == self.trained_seq_len:
+            return f"{self.seq_len}"
+        extrapolation = ": extrapolation" if self.seq_len > self.trained_seq_len else ""
+        return f"{self.seq_len} (trained on {self.trained_seq_len}{extrapolation})"
 
     def _word_rows(self) -> list[tuple[str, str]]:
         if self.words is None:
@@ -107,8 +115,9 @@ class EvaluationReport:
                 (f"bits per byte, {mode}", _bits(other)),
                 (f"{P_CORRECT}, {mode}", f"{other.p_correct_over_half:.1%}"),
             ]
-        statistics = self.evaluation.computation.items()
-        return rows + [(f"{name} (mean over batches)", f"{value:.1f}") for name, value in statistics]
+        return rows + [
+            (f"{name} (mean over batches)", f"{value:.1f}") for name, value in self.evaluation.computation.items()
+        ]
 
     def record(self) -> dict[str, Any]:
         """Returns the report as JSON can hold it; the loss at a position without a valid token is null."""

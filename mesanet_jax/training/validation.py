@@ -21,8 +21,8 @@ from mesanet_jax.training.step import Program
 class Validation:
     """Scores parameters on the first `train.eval_batches` batches of the validation split.
 
-    A batch has as many rows as in `mesanet_jax.evaluate`. A signal interrupts the evaluation, because its result can be
-    computed again.
+    A batch has as many rows as the devices hold at once in training. A signal interrupts the evaluation, because its
+    result can be computed again.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Validation:
     ):
         self._program, self._rows, self._preemption, self._watchdog = program, rows, preemption, watchdog
         self._batches = config.train.eval_batches
-        self._batch_size = evaluation_rows(config, mesh_lib.batch_shards(program.mesh))
+        self._batch_size = evaluation_rows(config, shards=mesh_lib.batch_shards(program.mesh))
         self._positions = mesh_lib.local_rows(program.mesh, self._batch_size)
         self._token_bytes = rows.tokenizer.token_bytes()
         self._has_stats = bool(jax.eval_shape(program.layer_stats, program.state["params"], program.batch))

@@ -126,7 +126,7 @@ def test_weights_and_segments_of_random_rows(rows):
     batch = to_batch(stored)
     steps = np.diff(batch["segment_ids"], axis=1)
     assert (batch["segment_ids"][:, 0] == 0).all() and ((steps == 0) | (steps == 1)).all()
-    starts = packing.starts(stored)
+    starts = packing.document_starts(stored)
     bos = rows.tokenizer.bos_id
     assert ((batch["targets"] == bos) == starts[:, 1:]).all()
     valid = np.arange(1, 33) < stored["length"][:, None]

@@ -47,8 +47,15 @@ def test_continued_document_has_one_start():
     packer.add(np.array([4, 5, 6]), starts=False)
     packer.add(np.array([7]))
     rows = packer.flush()
-    assert packing.starts(rows).tolist() == [[True, False, False, False], [False, False, True, False]]
+    assert packing.document_starts(rows).tolist() == [[True, False, False, False], [False, False, True, False]]
     assert [document.tolist() for document in packing.documents(rows)] == [[1, 2, 3, 4, 5, 6], [7]]
+
+
+def test_segments_are_numbered_from_zero_in_each_row():
+    starts_RL = np.array([[True, False, True, False], [False, False, True, True], [False] * 4])
+    segments_RL = packing.segment_ids(starts_RL)
+    assert segments_RL.dtype == np.int32
+    assert segments_RL.tolist() == [[0, 0, 1, 1], [0, 0, 1, 2], [0, 0, 0, 0]]
 
 
 def test_nothing_gives_no_rows():
@@ -70,9 +77,4 @@ def test_rows_as_a_stream():
     assert packing.valid(rows).tolist() == [[True] * 4, [True, True, False, False]]
     tokens_N, starts_N = packing.stream(rows)
     assert tokens_N.tolist() == [1, 2, 3, 4, 5, 6] and np.flatnonzero(starts_N).tolist() == [0, 5]
-    assert packing.segment_ids(packing.starts(rows)).tolist() == [[0, 0, 0, 0], [0, 1, 1, 1]]
-
-
-def test_segments_count_from_zero_in_every_row():
-    starts_RL = np.array([[True, False, True], [False, True, True]])
-    assert packing.segment_ids(starts_RL).tolist() == [[0, 0, 1], [0, 1, 2]]
+    assert packing.segment_ids(packing.document_starts(rows)).tolist() == [[0, 0, 0, 0], [0, 1, 1, 1]]

@@ -88,7 +88,7 @@ def test_join_is_one_document_over_units(tmp_path):
         joined = PackedRows(str(out), "train")
         assert joined.tokenizer.decode(stream.read(joined)[0]) == "".join(rows)
         packed = [np.load(out / shard["file"]) for shard in made["shards"]]
-        assert sum(packing.starts(shard).sum() for shard in packed) == 1
+        assert sum(packing.document_starts(shard).sum() for shard in packed) == 1
         assert (packed[0]["tokens"][0, 0], packed[-1]["tokens"][-1][packed[-1]["length"][-1] - 1]) == (256, 257)
 
 

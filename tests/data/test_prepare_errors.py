@@ -101,7 +101,7 @@ def test_full_disk_is_one_line(tmp_path):
     done = subprocess.run(limited, capture_output=True, text=True)
     assert done.returncode == 2
     assert "out: cannot be written: File too large" in done.stderr and done.stderr.count("\n") == 1
-    assert not list((tmp_path / "out").glob(".*.tmp"))
+    assert not list((tmp_path / "out").glob(".*.partial"))
 
 
 def test_worker_death_names_the_unit():

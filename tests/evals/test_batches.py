@@ -1,24 +1,26 @@
-"""The number of rows of an evaluation batch, which `evaluate` and the validation of a training run share."""
+"""The rows of an evaluation batch: as many as fit, and a share for every device."""
 
-import ml_collections
 import pytest
 
+from mesanet_jax import schema
 from mesanet_jax.evals.batches import evaluation_rows
+from mesanet_jax.schema import Field
+
+SCHEMA = {"data": {"batch_size": Field(1, "")}, "train": {"rows_per_device": Field(1, "")}}
 
 
 @pytest.mark.parametrize(
     "batch_size, rows_per_device, shards, rows",
     [
-        (16, 16, 1, 16),  # a training batch that the devices hold at once
-        (64, 16, 2, 32),  # as many as the devices hold
+        (64, 16, 4, 64),  # the whole batch fits
+        (64, 8, 4, 32),  # half of it fits, as in a training that accumulates two parts
+        (24, 4, 4, 16),  # what fits does not divide the batch: a training would use three rows per device
         (100, 3, 8, 24),
-        (14, 4, 2, 8),  # accumulation needs a divisor of the batch, an evaluation does not
-        (100, 3, 64, 128),  # more than the batch, because every shard gets the same number of rows
+        (100, 3, 64, 128),  # more devices than rows in some shares: the batch is filled up
+        (1, 16, 1, 1),
     ],
 )
-def test_rows_fit_the_devices_and_divide_among_them(batch_size, rows_per_device, shards, rows):
-    config = ml_collections.ConfigDict(
-        {"data": {"batch_size": batch_size}, "train": {"rows_per_device": rows_per_device}}
-    )
-    assert evaluation_rows(config, shards) == rows
-    assert rows % shards == 0 and rows <= rows_per_device * shards
+def test_rows(batch_size, rows_per_device, shards, rows):
+    config = schema.build(SCHEMA)
+    config.data.batch_size, config.train.rows_per_device = batch_size, rows_per_device
+    assert evaluation_rows(config, shards=shards) == rows

@@ -193,7 +193,7 @@ def test_few_sweeps_where_nothing_reads_the_memory():
 
 
 def test_generation_uses_the_decoder_alone_and_a_bounded_state():
-    """Prefill and decoding steps give the deployed loss without Q; states hold W keys and values per layer, one memory."""
+    """Prefill and decoding steps give the deployed loss without Q; W keys and values per layer and one memory stay."""
     config, model, params, _, scores = built()
     batch = batch_of(config)
     broken = params | {"prefiller": jax.tree.map(lambda leaf: leaf * jnp.nan, params["prefiller"])}

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mesanet_jax import formatting
 from mesanet_jax.reporting import progress
 from mesanet_jax.reporting.progress import Progress
 from mesanet_jax.training import throughput
@@ -82,7 +83,7 @@ def test_live_false_gives_plain_lines_on_a_terminal(monkeypatch):
     ],
 )
 def test_short_number(value, text):
-    assert progress.short_number(value) == text
+    assert formatting.short_number(value) == text
 
 
 def test_throughput_leaves_out_the_first_window_and_what_follows_a_restart(clock):

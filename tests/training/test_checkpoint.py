@@ -303,7 +303,7 @@ def test_the_only_checkpoint_stays_where_it_is(two_steps, tmp_path):
 
 @pytest.mark.slow
 def test_damaged_checkpoint_of_two_processes(tmp_path, tiny_data):
-    """All processes end with the status after which a launcher restarts them, and then resume from the previous step."""
+    """All processes end with the status after which a launcher restarts them, then resume from the previous step."""
     runs = ProcessRuns(tmp_path, tiny_data)
     group = runs.begin("run", (2, 2), {"checkpoint.every": 4})
     runs.await_step("run", 9, group)

@@ -1,8 +1,9 @@
-"""What queries read from the states of a linear recurrence with a scalar decay, on NVIDIA Hopper: one warpgroup a chunk.
+"""What queries read from the states of a linear recurrence with one decay per head, on NVIDIA Hopper.
 
     o_t = enter_t S^T q_t + sum_s intra_ts (q_t . k_s) v_s
 
-The gradient of the queries is a readout too: by the cotangents of o, of v's memory, where S is transposed.
+One warpgroup computes one chunk. The gradient of the queries is a readout too: its queries are the cotangents of o, its
+keys are the values, its values are the keys, and S is transposed (docs/mesa.md, "Chunks").
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
@@ -20,30 +21,36 @@ from mesanet_kernels.tiles.gpu import CHUNK
 def readout_gpu(
     q_parts, k_BTHK, v_BTHV, intra_NBHCC, enter_NBHC, states_parts, *, transposed=False, results=1, scale=1.0
 ):
-    """`scale` o as the sum of `results` bfloat16 parts [B,T,H,V], a tuple.
+    """Returns `scale` times o as a tuple of `results` bfloat16 arrays [B, T, H, V], whose sum it is.
 
     Args:
-      q_parts: bfloat16 [B,T,H,K], T = N C, their sum the queries; k_BTHK, v_BTHV: bfloat16.
-      states_parts: bfloat16 [N,B,H,K,V], where `transposed` [N,B,H,V,K], their sum the states.
+      q_parts: a tuple of bfloat16 arrays [B, T, H, K] with T = N C, whose sum is the queries.
+      k_BTHK, v_BTHV: keys and values, bfloat16.
+      intra_NBHCC, enter_NBHC: the `ChunkWeights`, float32.
+      states_parts: a tuple of bfloat16 arrays [N, B, H, K, V], or [N, B, H, V, K] if `transposed`, whose sum is the
+        states that enter each chunk.
     """
     count, batch, heads, _ = enter_NBHC.shape
     key_size, value_size = k_BTHK.shape[-1], v_BTHV.shape[-1]
 
     def readout_of_chunk(q, k, v, intra, enter, states, o, q_s, k_s, v_s, intra_s, enter_s, state_s, more_s, loaded):
+        """Computes the outputs of one chunk of one head."""
         b, n, h = (lax.axis_index(name) for name in ("row", "chunk", "head"))
         tokens = pl.ds(n * CHUNK, CHUNK)
         sources = [x.at[b, tokens, h] for x in (*q, k, v)] + [x.at[n, b, h] for x in (intra, enter, *states)]
         tiles.fetch(zip(sources, (*q_s, k_s, v_s, intra_s, enter_s, *state_s)), loaded)
         plgpu.barrier_wait(loaded)
 
-        scores_CC = tiles.product((CHUNK, CHUNK), *tiles.crossed(q_s, tiles.transposed([k_s]))) * tiles.tile(intra_s)
+        scores_CC = tiles.product((CHUNK, CHUNK), *tiles.cross_products(q_s, tiles.transposed([k_s]))) * tiles.tile(
+            intra_s
+        )
         inside_CV = tiles.product((CHUNK, value_size), (scores_CC.astype(v_s.dtype), v_s))
         states_KV = tiles.transposed(state_s) if transposed else state_s
-        before_CV = tiles.product((CHUNK, value_size), *tiles.crossed(q_s, states_KV))
+        before_CV = tiles.product((CHUNK, value_size), *tiles.cross_products(q_s, states_KV))
         o_CV = inside_CV + tiles.per_row(tiles.untiled(enter_s, tiles.ROWS.reduce(1)), value_size) * before_CV
-        plgpu.commit_smem()  # all warps are past the values
+        plgpu.commit_smem()  # all warps have read the values, whose memory the outputs take
         o_s = (v_s, *more_s)
-        tiles.store(tiles.cut(scale * o_CV, results, v_s.dtype), o_s)
+        tiles.store_parts(tiles.split_parts(scale * o_CV, results, v_s.dtype), o_s)
         plgpu.commit_smem()
         for source, target in zip(o_s, o):
             plgpu.copy_smem_to_gmem(source, target.at[b, tokens, h])

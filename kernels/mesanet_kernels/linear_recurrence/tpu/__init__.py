@@ -1,0 +1,1 @@
+"""Kernels of a linear recurrence with one decay per head, for TPUs (Pallas, Mosaic TPU)."""

@@ -1,28 +1,41 @@
-"""The states that enter each chunk of a linear recurrence with a scalar decay, on TPUs: what the gradients read.
+"""The states that enter each chunk of a linear recurrence with one decay per head, on TPUs; the gradients need them.
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
 
+import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
+from mesanet_kernels.linear_recurrence.chunks import ChunkWeights
 from mesanet_kernels.tiles import tpu as tiles
 from mesanet_kernels.tiles.tpu import CHUNK, HALF
 
 
-def states_tpu(k_BTHK, v_BTHV, weights, initial_BHKV, *, dtype=HALF):
-    """[N,B,H,K,V] in `dtype`, of bfloat16 keys and values with T = N C; float32 states are right to 16 bits."""
+def states_tpu(
+    k_BTHK: jax.Array, v_BTHV: jax.Array, weights: ChunkWeights, initial_BHKV: jax.Array, *, dtype: DTypeLike = HALF
+) -> jax.Array:
+    """Returns the state that enters each chunk, [N, B, H, K, V] in `dtype`.
+
+    Args:
+      k_BTHK, v_BTHV: keys and values, bfloat16, with T = N C.
+      weights: float32.
+      initial_BHKV: the state that enters the first chunk, float32.
+      dtype: bfloat16 or float32; float32 states are correct to 16 bits.
+    """
     grid = tiles.grid(k_BTHK, v_BTHV)
     key_size, value_size = initial_BHKV.shape[2:]
-    parts = tiles.parts_of(dtype)
+    parts = tiles.part_count(dtype)
 
     def kernel(k, v, leave, enter, initial, entering, state):
-        tiles.begin(state, initial)
+        """Stores the states that enter one chunk of a group of heads, and advances them in VMEM."""
+        tiles.begin_state(state, initial)
         for head in range(grid.group):
             k_CK, v_CV = k[tiles.lanes(head, key_size)], v[tiles.lanes(head, value_size)]
             carry_11 = enter[head, :, CHUNK - 1 :]
             entering[head] = state[head].astype(dtype)
-            state[head] = tiles.advanced(state[head], k_CK, v_CV, leave[head], carry_11, parts=parts)
+            state[head] = tiles.advance_state(state[head], k_CK, v_CV, leave[head], carry_11, parts=parts)
 
     return pl.pallas_call(
         kernel,

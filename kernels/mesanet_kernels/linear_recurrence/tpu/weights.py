@@ -1,11 +1,12 @@
 """`ChunkWeights` on TPUs: sums of log decays as products with matrices of ones.
 
-Between tokens s < t lie the decays of s + 1 ... t. Each pair sums its own terms alone (pairwise_decays.py says why that matters):
+Between tokens s < t lie the log decays g of s + 1 ... t. Every pair sums its own terms alone, for the reasons that
+pairwise_decays.py gives:
 
     between_ts = sum_j [j <= t] [j > s] g_j          since_t = sum_j [j <= t] g_j
 
-The ones are exact in bfloat16, and a decay is the sum of three parts that are. The first token of a document decays all
-that came before it, which is all that the kernels know of documents.
+Ones are exact in bfloat16, and every float32 number is the sum of three bfloat16 parts. Documents appear only in the
+decays: the first token of a document decays everything before it to 0.
 
 B batch, T time, N chunks, C tokens of a chunk, H heads.
 """
@@ -15,24 +16,25 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mesanet_kernels.documents import state_resets
 from mesanet_kernels.linear_recurrence import chunks
+from mesanet_kernels.linear_recurrence.chunks import ChunkWeights
 from mesanet_kernels.tiles import tpu as tiles
 from mesanet_kernels.tiles.tpu import CHUNK, HALF
 
 
-def chunk_weights_tpu(log_decay_BTH, beta_BTH, segment_ids_BT):
-    """The `ChunkWeights` of a sequence, float32, in chunks of 128."""
-    begins_BT1 = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])[..., None] != 0
+def chunk_weights_tpu(log_decay_BTH, beta_BTH, segment_ids_BT) -> ChunkWeights:
+    """Returns the `ChunkWeights` of a sequence, float32, in chunks of 128; differentiable in decays and input gates."""
+    begins_BT1 = state_resets(segment_ids_BT)[..., None]
     floor = chunks.LOG_DECAY_FLOOR  # its exponential is 0
     log_decay_BTH = jnp.where(begins_BT1, floor, jnp.maximum(log_decay_BTH, floor))
     rows = (chunks.to_chunks(x_BTH, CHUNK)[..., None, :] for x_BTH in (log_decay_BTH, beta_BTH))
     intra_NBHCC, enter_NBH1C = _weights(*rows)
-    return chunks.ChunkWeights(intra_NBHCC, enter_NBH1C[..., 0, :])
+    return ChunkWeights(intra_NBHCC, enter_NBH1C[..., 0, :])
 
 
-@jax.custom_vjp
-def _weights(log_decay_NBH1C, beta_NBH1C):
-    """(intra [N,B,H,C,C], enter [N,B,H,1,C])."""
+def _compute_weights(log_decay_NBH1C, beta_NBH1C):
+    """Returns (intra [N, B, H, C, C], enter [N, B, H, 1, C])."""
 
     def kernel(log_decay, beta, intra, enter):
         for head in range(log_decay.shape[0]):
@@ -42,18 +44,22 @@ def _weights(log_decay_NBH1C, beta_NBH1C):
     return _call(kernel, [CHUNK, 1], log_decay_NBH1C, beta_NBH1C)
 
 
-def _save_inputs(*inputs):
+def _weights_forward(*inputs):
+    """Returns the weights, and the inputs for the backward pass."""
     return _weights(*inputs), inputs
 
 
-def _gradients(inputs, cotangents):
+def _weights_backward(inputs, cotangents):
+    """Returns the cotangents of log_decay and beta, [N, B, H, 1, C] each."""
+
     def kernel(log_decay, beta, dintra, denter, dlog_decay, dbeta):
         until, after = _order()
         for head in range(log_decay.shape[0]):
             decay_CC, enter_1C = _decays(log_decay[head])
             ddecay_CC = dintra[head] * decay_CC
             dbeta[head] = jnp.sum(ddecay_CC, axis=0, keepdims=True)
-            # Pairs s < t that token j, a row here, lies between: a sum over all t >= j, then over all s < j.
+            # The decay of token j, a row here, is part of all pairs s < j <= t: first the sum over t >= j, as a
+            # product, then the one over s < j.
             later_CC = _times_ones(until, ddecay_CC * beta[head], transposed=True)
             between_C1 = jnp.sum(jnp.where(after, later_CC, 0.0), axis=1, keepdims=True)
             since_C1 = tiles.column(denter[head] * enter_1C)
@@ -62,11 +68,12 @@ def _gradients(inputs, cotangents):
     return _call(kernel, [1, 1], *inputs, *cotangents)
 
 
-_weights.defvjp(_save_inputs, _gradients)
+_weights = jax.custom_vjp(_compute_weights)
+_weights.defvjp(_weights_forward, _weights_backward)
 
 
 def _decays(log_decay_1C):
-    """What is left at token t (row) of token s, 0 for s > t [C, C], and of the entering state [1, C]."""
+    """Returns the decay from token s (column) to t (row) [C, C], 0 for s > t, and of the entering state [1, C]."""
     until, after = _order()
     log_decay_C1 = tiles.column(log_decay_1C)
     between_CC = _times_ones(until, jnp.where(after, log_decay_C1, 0.0))
@@ -75,18 +82,27 @@ def _decays(log_decay_1C):
 
 
 def _order():
-    """Whether the token of the column is that of the row or before it; whether it is before it."""
+    """Returns bool [C, C] twice: whether the column's token is not after the row's, and whether it is before it."""
     token, other = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
     return other <= token, other < token
 
 
 def _times_ones(ones_CC, x_CC, *, transposed=False):
-    """ones @ x, or ones.T @ x, to float32's precision: three parts of bfloat16 hold all of x."""
-    return tiles.product([ones_CC.astype(HALF)], tiles.cut(x_CC, tiles.EXACT), a_transposed=transposed)
+    """Returns ones @ x, or ones.T @ x, to the precision of float32: three bfloat16 parts hold every bit of x."""
+    return tiles.product([ones_CC.astype(HALF)], tiles.split_parts(x_CC, tiles.EXACT), a_transposed=transposed)
 
 
 def _call(kernel, rows_out, *arrays):
-    """`kernel` on all chunks; its results are [N, B, H, rows, C]."""
+    """Runs `kernel` on every chunk and group of heads.
+
+    Args:
+      kernel: takes references to its part of the arrays and of the results.
+      rows_out: the number of rows of each result.
+      arrays: [N, B, H, rows, C], float32.
+
+    Returns:
+      float32 arrays [N, B, H, rows, C].
+    """
     count, batch, heads = arrays[0].shape[:3]
     group = next(group for group in tiles.HEADS if heads % group == 0)
     grid = tiles.Grid(batch, heads, count, group)

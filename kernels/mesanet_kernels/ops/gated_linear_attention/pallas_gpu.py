@@ -41,8 +41,8 @@ def _backward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV, do_BTHV, dfinal_BHKV)
     states, _ = recurrence.entering_states(k_BTHK, v_BTHV, weights, state_BHKV)
     dstates, dstate_BHKV = recurrence.leaving_state_cotangents((q_BTHK,), (do_BTHV,), weights, dfinal_BHKV)
     (dq_BTHK,) = readout_gpu((do_BTHV,), v_BTHV, k_BTHK, *weights, states, transposed=True)
-    memory = RecurrenceInputsGpu(v_BTHV, (do_BTHV,), states, dstates)
-    found = gradients_gpu((q_BTHK,), k_BTHK, weights.intra_NBHCC, weights.intra_NBHCC[..., -1, :], (memory,))
+    recurrence_inputs = RecurrenceInputsGpu(v_BTHV, (do_BTHV,), states, dstates)
+    found = gradients_gpu((q_BTHK,), k_BTHK, weights, (recurrence_inputs,))
     return dq_BTHK, found.dk_BTHK, *found.dv_BTHV, recurrence.weight_cotangents(found), dstate_BHKV
 
 

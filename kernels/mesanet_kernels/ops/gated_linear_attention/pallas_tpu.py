@@ -37,7 +37,7 @@ def unsupported_reason(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay, *_):
 def _backward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV, do_BTHV, dfinal_BHKV):
     memory = RecurrenceInputsTpu(v_BTHV, do_BTHV, states_tpu(k_BTHK, v_BTHV, weights, state_BHKV), dfinal_BHKV)
     found = gradients_tpu(q_BTHK, k_BTHK, weights, (memory,), queries=True)
-    return *found.dq_BTHK, found.dk_BTHK, *found.dv_BTHV, found.weights, *found.dinitial_BHKV
+    return *found.dq_BTHK, found.dk_BTHK, *found.dv_BTHV, found.dweights, *found.dinitial_BHKV
 
 
 KERNELS = differentiable.GatedLinearAttentionKernels(CHUNK, chunk_weights_tpu, forward_tpu, _backward)

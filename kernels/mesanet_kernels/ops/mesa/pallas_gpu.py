@@ -101,11 +101,11 @@ def _solve_and_differentiate(options, *arrays):
     dh_parts, dh_kk = recurrence.leaving_state_cotangents(
         x_parts, minus_e_parts, weights, dh_kk.mT, factors=2, stored=TWO
     )
-    memories = (
+    recurrences = (
         RecurrenceInputsGpu(v_BTHV, (do_BTHV,), g_parts, dg_parts),
         RecurrenceInputsGpu(k_BTHK, minus_e_parts, h_parts, dh_parts),
     )
-    found = gradients_gpu(x_parts, k_BTHK, weights.intra_NBHCC, weights.intra_NBHCC[..., -1, :], memories)
+    found = gradients_gpu(x_parts, k_BTHK, weights, recurrences)
     dweights = recurrence.weight_cotangents(found)
     dlog_decay_BTH, dbeta_BTH = gate_cotangents(log_decay_BTH, beta_BTH, segment_ids_BT, weights, dweights)
     dv_BTHV, dk_as_value_BTHK = found.dv_BTHV

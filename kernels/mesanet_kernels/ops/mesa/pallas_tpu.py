@@ -78,7 +78,7 @@ def _solve_and_differentiate(options, *arrays):
         RecurrenceInputsTpu(k_BTHK, minus_e_BTHK, h_NBHKK, dh_kk.mT),
     )
     found = gradients_tpu(x_BTHK, k_BTHK, weights, memories, queries=False)
-    dlog_decay_BTH, dbeta_BTH = gates_gradients(found.weights)
+    dlog_decay_BTH, dbeta_BTH = gates_gradients(found.dweights)
     (dv_BTHV, dk_as_value_BTHK), (dh_kv, dh_kk) = found.dv_BTHV, found.dinitial_BHKV
     dk_BTHK = (found.dk_BTHK.astype(jnp.float32) + dk_as_value_BTHK).astype(k_BTHK.dtype)
     dlam_BHK = jnp.sum(x_BTHK * minus_e_BTHK, axis=1)

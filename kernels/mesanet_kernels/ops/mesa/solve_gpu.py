@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
+from mesanet_kernels.ops.mesa.solver import ROUNDING, divide_positive
 from mesanet_kernels.tiles import gpu as tiles
 from mesanet_kernels.tiles.gpu import BLOCK, CHUNK, ROWS
 
@@ -72,14 +72,14 @@ def solve_systems_gpu(
 
         plgpu.barrier_wait(loaded)
         keys = [tiles.tile(x) for x in raw_k_s]
-        tiles.store([x * x for x in keys], raw_k_s)
+        tiles.store_parts([x * x for x in keys], raw_k_s)
         plgpu.commit_smem()
         squares = [tiles.product((CHUNK, BLOCK), (intra_CC.astype(half), x)) for x in raw_k_s]
         operator = Operator(k_s, [dict(zip(upper, y_s)) for y_s in state_s], intra_s, enter_C, lam_s)
         entering = tiles.per_row(enter_C, BLOCK)
         diagonals = [a + entering * c + operator.lam(j) for a, c, j in zip(squares, before, blocks)]
         plgpu.commit_smem()  # all warps are past the squares
-        tiles.store(keys, k_s)
+        tiles.store_parts(keys, k_s)
         plgpu.commit_smem()
         norm_C = _norm(_right_hand_side(rhs_s))
         inverse = tiles.per_row(1 / norm_C, BLOCK)
@@ -92,8 +92,8 @@ def solve_systems_gpu(
         norm = tiles.per_row(norm_C, BLOCK)
         plgpu.commit_smem()  # all warps are past the states
         for j in blocks:
-            parts = tiles.cut(tiles.untiled(x_s[j]) * norm, RESULTS, half)
-            tiles.store(parts, [part_s[j] for part_s in result_s])
+            parts = tiles.split_parts(tiles.untiled(x_s[j]) * norm, RESULTS, half)
+            tiles.store_parts(parts, [part_s[j] for part_s in result_s])
         plgpu.commit_smem()
         for source, target in zip(result_s, x_out):
             for j in blocks:
@@ -129,7 +129,7 @@ def solve_systems_gpu(
 
 def _right_hand_side(parts_s):
     """The sum of parts, each a list of blocks in shared memory: a list of blocks in registers."""
-    return [tiles.total(block) for block in zip(*parts_s)]
+    return [tiles.sum_parts(block) for block in zip(*parts_s)]
 
 
 def _sum_of_rows(blocks):
@@ -211,7 +211,7 @@ def iterate(operator, unit, x, x_s, *, max_iters, tol):
     start = [tiles.leading_bits(x_CD * inverse, dropped=HALF_BITS) for x_CD in x]
     residual = [b - scale * a for b, a in zip(unit(), image(start))]
     plgpu.commit_smem()  # all warps are past the right-hand sides, whose memory x has
-    tiles.store([scale * x_CD for x_CD in start], x_s)
+    tiles.store_parts([scale * x_CD for x_CD in start], x_s)
     delta_C = _sum_of_rows([r * r for r in residual])
     size_C, inverse = jnp.sqrt(delta_C), per_row(_inverse_root(delta_C))
     residual = [r * inverse for r in residual]
@@ -222,7 +222,7 @@ def iterate(operator, unit, x, x_s, *, max_iters, tol):
         active_C = size_C > rest_C
         images = image(direction)
         curvature_C = _sum_of_rows([p.astype(jnp.float32) * a for p, a in zip(direction, images)])
-        length_C = divide(1.0, curvature_C, active_C)
+        length_C = divide_positive(1.0, curvature_C, active_C)
         length, moved = per_row(length_C), per_row(length_C * size_C)
         residual = [r - length * a for r, a in zip(residual, images)]
         delta_C = jnp.where(active_C, _sum_of_rows([r * r for r in residual]), 1.0)

@@ -16,8 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
-from mesanet_kernels.ops.mesa.solver import normalize
+from mesanet_kernels.ops.mesa.solver import ROUNDING, divide_positive, normalize
 from mesanet_kernels.tiles import tpu as tiles
 from mesanet_kernels.tiles.tpu import CHUNK, EXACT, HALF
 
@@ -40,15 +39,15 @@ def solve_systems_tpu(rhs_BTHK, k_BTHK, weights, lam_HK, initial_BHKK, *, max_it
 
     def kernel(rhs, k, intra, enter, lam, initial, x_out, state, iterations_out, *scratch):
         k_s, state_s, x_s, residual_s, direction_s = scratch
-        tiles.begin(state, initial)
+        tiles.begin_state(state, initial)
         enter_GC1 = [tiles.column(enter[g]) for g in every]
 
         def image(g, p_CK, parts):
             """(H_t + Lambda) p_t."""
             k_CK = k_s[g]
-            scores_CC = tiles.product(tiles.cut(p_CK, parts), [k_CK], b_transposed=True) * intra[g]
-            inside_CK = tiles.product(tiles.cut(scores_CC, parts), [k_CK])
-            entering_parts = tiles.cut(p_CK * enter_GC1[g], parts)
+            scores_CC = tiles.product(tiles.split_parts(p_CK, parts), [k_CK], b_transposed=True) * intra[g]
+            inside_CK = tiles.product(tiles.split_parts(scores_CC, parts), [k_CK])
+            entering_parts = tiles.split_parts(p_CK * enter_GC1[g], parts)
             before_CK = tiles.product(entering_parts, [part[g] for part in state_s[:parts]])
             return inside_CK + before_CK + lam[g] * p_CK
 
@@ -56,7 +55,7 @@ def solve_systems_tpu(rhs_BTHK, k_BTHK, weights, lam_HK, initial_BHKK, *, max_it
         for g in every:
             # A head's part of a block of all heads need not begin where a register does; its copy in scratch does.
             k_CK = k_s[g] = k[tiles.lanes(g, size)]
-            for part, part_s in zip(tiles.cut(state[g], EXACT), state_s, strict=True):
+            for part, part_s in zip(tiles.split_parts(state[g], EXACT), state_s, strict=True):
                 part_s[g] = part
             squares_CK = tiles.dot(intra[g].astype(HALF), k_CK * k_CK)
             diagonal_CK = squares_CK + enter_GC1[g] * tiles.diagonal(state[g]) + lam[g]
@@ -74,12 +73,12 @@ def solve_systems_tpu(rhs_BTHK, k_BTHK, weights, lam_HK, initial_BHKK, *, max_it
                 active_C1 = delta_C1 > stop_C1
                 direction_CK = direction_s[g]
                 image_CK = image(g, direction_CK, parts)
-                length_C1 = divide(delta_C1, _sum_of_rows(direction_CK * image_CK), active_C1)
+                length_C1 = divide_positive(delta_C1, _sum_of_rows(direction_CK * image_CK), active_C1)
                 x_s[g] += length_C1 * direction_CK
                 residual_CK = residual_s[g] - length_C1 * image_CK
                 next_C1 = jnp.where(active_C1, _sum_of_rows(residual_CK * residual_CK), delta_C1)
                 residual_s[g] = residual_CK
-                direction_s[g] = residual_CK + divide(next_C1, delta_C1, active_C1) * direction_CK
+                direction_s[g] = residual_CK + divide_positive(next_C1, delta_C1, active_C1) * direction_CK
                 next_deltas.append(next_C1)
                 next_counts.append(count_C1 + active_C1.astype(jnp.int32))
             return step + 1, next_deltas, next_counts
@@ -101,7 +100,7 @@ def solve_systems_tpu(rhs_BTHK, k_BTHK, weights, lam_HK, initial_BHKK, *, max_it
             x_out[tiles.lanes(g, size)] = x_s[g] * norms[g]
             iterations_out[g] = tiles.row(counts[g])
             leave_1C, carry_11 = intra[g, CHUNK - 1 :], enter[g, :, CHUNK - 1 :]
-            state[g] = tiles.advanced(state[g], k_s[g], k_s[g], leave_1C, carry_11, parts=EXACT)
+            state[g] = tiles.advance_state(state[g], k_s[g], k_s[g], leave_1C, carry_11, parts=EXACT)
 
     tokens, of_state = grid.tokens(size), grid.of_row(size, size)
     rows = lambda dtype, *shape: pltpu.VMEM((grid.group, *shape), dtype)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mesanet_kernels.dispatch import require
 from mesanet_kernels.ops.mesa import xla
-from mesanet_kernels.ops.mesa.fused import ROUNDING, divide
+from mesanet_kernels.ops.mesa.solver import ROUNDING, divide_positive
 from mesanet_kernels.partition import partitioned
 from mesanet_kernels.tiles import gpu as tiles
 
@@ -121,11 +121,11 @@ def _kernel(q_RK, k_RK, v_RV, added_RK, decay_RK, lam_HK, h_kk_RKK, h_kv_RKV, *,
         def advance(state):
             step, x_K, residual_K, direction_K, delta = state
             image_K = image(direction_K)
-            length = divide(delta, jnp.sum(direction_K * image_K), True)
+            length = divide_positive(delta, jnp.sum(direction_K * image_K), True)
             x_K = x_K + length * direction_K
             residual_K = residual_K - length * image_K
             after = jnp.sum(residual_K * residual_K)
-            return step + 1, x_K, residual_K, residual_K + divide(after, delta, True) * direction_K, after
+            return step + 1, x_K, residual_K, residual_K + divide_positive(after, delta, True) * direction_K, after
 
         state = (jnp.int32(0), x_K, residual_K, residual_K, delta)
         steps, x_K, *_ = lax.while_loop(lambda state: (state[0] < max_iters) & (state[4] > stop), advance, state)

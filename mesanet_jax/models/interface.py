@@ -12,9 +12,8 @@ from flax import nnx
 from mesanet_jax.flops import Flops
 from mesanet_jax.schema import Config, Field
 
-Batch = Mapping[
-    str, jax.Array
-]  # "inputs", "targets", "segment_ids" and "weights", each [B,T] (mesanet_jax.data.loader)
+# "inputs", "targets", "segment_ids" and "weights", each [B,T], as `mesanet_jax.data.loader` makes them.
+Batch = Mapping[str, jax.Array]
 LayerStats = dict[str, dict[int, jax.Array]]  # name -> {layer: a value of that layer}
 
 
