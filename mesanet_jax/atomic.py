@@ -4,11 +4,11 @@ The new content goes to a temporary file in the same directory, which is then re
 """
 
 import contextlib
+import io
 import os
 import pathlib
 import secrets
 from collections.abc import Iterator
-from typing import BinaryIO, cast
 
 from etils import epath
 
@@ -29,7 +29,7 @@ def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def replacing(path: str | os.PathLike[str]) -> Iterator[io.BufferedRandom]:
     """Yields a seekable binary stream whose content becomes the local file `path` when the block ends without an error.
 
     After an error, `path` is as it was before and the temporary file is gone. A process that is killed in the block
@@ -40,7 +40,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
         # Not `tempfile`, whose files only their owner may read: directories are shared with other users.
         with temporary.open("x+b") as stream:
-            yield cast(BinaryIO, stream)
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(target)

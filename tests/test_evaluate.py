@@ -30,7 +30,7 @@ def constant_loss(nats):
 
 
 def test_bits_per_byte_by_hand():
-    """Tokens of 2 and 3 bytes cost 1 and 4 nats; the 7 nats of a special token are only in the loss."""
+    """Tokens of 2 and 3 bytes cost 1 and 4 nats. Only the loss counts the 7 nats of a special token."""
     rows = batch([[2, 3, 0, 1]], [[1, 1, 1, 0]])
     result = evaluate_rows(constant_loss([[1.0, 4.0, 7.0, 100.0]]), None, [rows], TOKEN_BYTES)
     assert result.loss == 12 / 3

@@ -1,6 +1,6 @@
-"""A split as one contiguous stream, scored by overlapping windows: how perplexities of WikiText-103 are measured.
+"""Scores a split as one contiguous text by overlapping windows, as perplexities of WikiText-103 are measured.
 
-N tokens of the stream, W windows, B windows of a batch, T inputs of a window (the context), L = T + 1.
+Shape suffixes: N tokens of the text, B windows of a batch, T inputs of a window (the context), L = T + 1.
 """
 
 import dataclasses
@@ -16,11 +16,14 @@ from mesanet_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows of `context` inputs that begin every `stride` tokens; each token of the stream is scored once.
+    """Windows of `context` inputs, one every `stride` tokens, that score each token of the text once.
 
-    The first window scores all its targets, every other its last `stride`, which so see at least context - stride + 1
-    tokens: perplexity falls with the stride, at a cost of context / stride evaluations of each token. A stride of the
-    whole context gives disjoint blocks.
+    The first window scores all of its targets, and every other window its last `stride` targets, each of which is
+    predicted from at least context - stride + 1 tokens. A smaller stride gives more context, and so a lower
+    perplexity, but processes each token context / stride times. If the stride is the context, windows are disjoint.
+
+    Raises:
+      UserError: the stride is not between 1 and the context.
     """
 
     context: int
@@ -31,19 +34,19 @@ class Windows:
             raise UserError(f"--stride={self.stride}: must be at least 1 and at most --context={self.context}")
 
     def count(self, tokens: int) -> int:
-        """Windows that a stream of `tokens` takes."""
+        """Returns the number of windows that score a text of `tokens` tokens."""
         return 1 + max(0, -(-(tokens - 1 - self.context) // self.stride))
 
 
 def read(rows: PackedRows) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens [N] of a whole split in order, without padding, and where documents start, bool [N]; held in memory.
+    """Reads a whole split into memory: its tokens [N] in order without padding, and bool [N], where documents start.
 
     Raises:
-      UserError: the rows are those of a task, no text.
+      UserError: the rows are those of a task, in which only answers are scored.
     """
     if rows.answers:
         raise UserError(
-            "--protocol=stream: scores every token, but of these rows only answers count; use --protocol=rows"
+            "--protocol=stream: scores every token, but in these data only answers are scored; use --protocol=rows"
         )
     return packing.stream(rows.read(range(len(rows))))
 
@@ -56,10 +59,13 @@ def batches(
     batch_size: int,
     positions: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
-    """Model inputs [B,T] of the windows in order, as `mesanet_jax.data.loader.to_batch` makes them of rows.
+    """Iterates over the windows in order, as batches [B, T] like those of `mesanet_jax.data.loader.to_batch`.
 
-    Weights are 1 where a target is scored here: never the start of a document, of which nothing is known, and no target
-    twice. The last batch is filled up with windows of weight 0. `positions` are the rows of a batch to make, all unless given.
+    The weight of a target is 1 in the one window that scores it, except where a document starts: nothing is known of
+    its first token. The last batch is filled up with windows of weight 0.
+
+    Args:
+      positions: the rows of each batch to make; None for all.
     """
     position_B = np.arange(batch_size) if positions is None else np.asarray(positions)
     count = windows.count(len(tokens_N))

@@ -52,7 +52,7 @@ def test_evaluation_prints_both_and_sweeps_are_exact(run, capsys):
     (file,) = (run / "evaluation").glob("*.json")
     swept = json.loads(file.read_text())
     assert f"{swept['loss']:.4f}" in printed and f"{swept['modes']['lifted']['loss']:.4f}" in printed
-    assert swept["told"]["sweeps"] >= 2
+    assert swept["computation"]["sweeps"] >= 2
     result = results.read(workdir.load(epath.Path(run), {}), epath.Path(run))
     assert (
         result.evaluation.loss == swept["loss"] and result.modes["lifted"]["loss"] == swept["modes"]["lifted"]["loss"]
