@@ -77,7 +77,8 @@ def mesa(
       beta: [B, T, H], in [0, 1].
       lam: [H, K], positive.
       segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
-      initial_state: (h_kk [B, H, K, K], symmetric, h_kv [B, H, K, V]); belongs to the first token's document. Default zero.
+      initial_state: (h_kk [B, H, K, K], symmetric, h_kv [B, H, K, V]); belongs to the first token's document. Default
+        zero.
       max_iters: most solver steps, forward and backward.
       tol: 0 runs `max_iters` steps; above 0 a row stops once its residual is at most `tol` times that of its
         starting point.

@@ -1,8 +1,8 @@
 """Mesa on TPUs, all of it in kernels: weights, states, solve, readout and their gradients (tpu/, solve_tpu.py).
 
-As `chunked.mesa`. The matrix unit multiplies bfloat16. What a solve has made is multiplied as the sum of several such parts,
-and so are the states that it meets: where keys repeat, what a solution has in common with them is its last bits, which the
-state makes large again. Forward no state is ever written: the solve carries H in VMEM, the readout G.
+As `chunked.mesa`. The matrix unit multiplies bfloat16. What a solve has made is multiplied as the sum of several such
+parts, and so are the states that it meets: where keys repeat, what a solution has in common with them is its last bits,
+which the state makes large again. Forward no state is ever written: the solve carries H in VMEM, the readout G.
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """

@@ -37,7 +37,8 @@ def solve_systems_gpu(
 
     Args:
       rhs_parts: a tuple of bfloat16 arrays, whose sum is rhs; rows of any size. k_BTHK: bfloat16.
-      parts_NBHKK: the states that enter each chunk, symmetric, the sum of two float16 arrays; diagonal_NBHK: theirs, float32.
+      parts_NBHKK: the states that enter each chunk, symmetric, the sum of two float16 arrays; diagonal_NBHK: theirs,
+        float32.
 
     Returns:
       (x [B,T,H,K] as the sum of two bfloat16 arrays, iterations [N,B,H,C] int32).
@@ -195,8 +196,9 @@ def iterate(operator, unit, x, x_s, *, max_iters, tol):
     """Conjugate gradients on a chunk's rows, from x cut to float16; the solution is left in x_s, float32.
 
     Residuals and directions are kept in units of the residual's norm. A direction is float16, for its image and for the
-    solution alike: rounding turns it a little, and the residual stays the solution's. In float32 registers could not hold
-    it, and what they cannot hold goes to the L2 cache and back in every step, since shared memory leaves the L1 none.
+    solution alike: rounding turns it a little, and the residual stays the solution's. In float32 registers could not
+    hold it, and what they cannot hold goes to the L2 cache and back in every step, since shared memory leaves the L1
+    none.
     unit: gives the right-hand sides, rows of unit size, when they are needed. All are lists of blocks of columns.
     Returns the steps of each row, int32 [C].
     """

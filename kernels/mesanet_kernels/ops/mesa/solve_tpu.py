@@ -2,9 +2,10 @@
 
 Iterations are a chain of dependent products, so the heads of a step are interleaved to keep the matrix unit busy. What
 they need stays in VMEM, the state that enters the chunk too, which is carried from chunk to chunk and never written.
-The matrix unit multiplies bfloat16: keys are exact in it, all else is a sum of two parts, and products of two small parts
-are left out (16 bits remain; mesanet.md 1.7.3). Where keys repeat, the starting point of the paper has a residual many times
-as large as the right-hand side, whose rounding no later step would find: until two steps have made it small, parts are three.
+The matrix unit multiplies bfloat16: keys are exact in it, all else is a sum of two parts, and products of two small
+parts are left out (16 bits remain; mesanet.md 1.7.3). Where keys repeat, the starting point of the paper has a residual
+many times as large as the right-hand side, whose rounding no later step would find: until two steps have made it small,
+parts are three.
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size.
 """
