@@ -3,8 +3,6 @@
 B batch, N chunks, C tokens of a chunk, H heads, K key size, L rows of an inverse.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
@@ -55,4 +53,6 @@ def mean_inverse(chunked: chunked_lib.ChunkedStates) -> jax.Array:
     return chunks.product("nbhmk,nbhml->nbhkl", half_NBHKK, half_NBHKK, dtype)
 
 
-mesa_xla = partial(chunked_lib.mesa_chunked, solve_systems_xla)
+def mesa_xla(options: MesaOptions, *arrays):
+    """Returns (o [B, T, H, V], (h_kk, h_kv), iterations [B, T, H]) with the arguments of `api.mesa`."""
+    return chunked_lib.mesa_chunked(solve_systems_xla, options, *arrays)
