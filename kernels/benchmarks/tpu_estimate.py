@@ -126,7 +126,7 @@ def written_out(iterations: int):
     """Mesa's solve with its loops written out: two exact iterations, then as many others."""
     from mesanet_kernels.ops.mesa import solve_tpu
 
-    counts = iter((solve_tpu.EXACT_STEPS, iterations))
+    counts = iter((solve_tpu.EXACT_ITERATIONS, iterations))
 
     def loop(_, body, state):
         for _ in range(next(counts)):

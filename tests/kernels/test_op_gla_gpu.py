@@ -91,7 +91,7 @@ def test_says_what_it_lacks():
     inputs = example(OP, dict(B=1, T=64, H=1, K=64, V=64))
     with pytest.raises(NotImplementedError, match="'pallas_gpu' needs q, k and v in bfloat16"):
         gated_linear_attention(inputs, implementation="pallas_gpu")
-    with pytest.raises(NotImplementedError, match="no decay a key channel"):
+    with pytest.raises(NotImplementedError, match="needs one decay per head"):
         vector = example(OP + "_vector", dict(B=1, T=64, H=1, K=64, V=64))
         gated_linear_attention(vector, implementation="pallas_gpu")
     halves = [jnp.zeros((1, 64, 1, 32), jnp.bfloat16)] * 3

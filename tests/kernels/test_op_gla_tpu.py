@@ -51,7 +51,7 @@ def test_weights(interpreted):
 def test_says_what_it_lacks():
     with pytest.raises(NotImplementedError, match="'pallas_tpu' needs q, k and v in bfloat16"):
         run(example(OP, dict(B=1, T=8, H=1, K=64, V=64)))
-    with pytest.raises(NotImplementedError, match="'pallas_tpu' has no decay a key channel"):
+    with pytest.raises(NotImplementedError, match="'pallas_tpu' needs one decay per head"):
         run(example(OP + "_vector", dict(B=1, T=8, H=1, K=64, V=64)))
     narrow = example(OP, dict(B=1, T=8, H=1, K=64, V=32))
     with pytest.raises(NotImplementedError, match="'pallas_tpu' needs key and value sizes in"):

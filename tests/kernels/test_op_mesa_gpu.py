@@ -97,14 +97,14 @@ def test_sizes_keep_large_states_within_float16():
     rng = np.random.default_rng(0)
     k_BTHK = jnp.asarray(30 * rng.standard_normal((1, 192, 1, 64)), jnp.bfloat16)
     leave_NBHC, carry_NBH, state = np.ones((3, 1, 1, 64)), np.full((3, 1, 1), 0.9), np.eye(64)[None, None]
-    weights, carry, first, sizes = pallas_gpu.scaled_recurrence(k_BTHK, leave_NBHC, carry_NBH, state)
+    weights, carry, first, scales = pallas_gpu.scaled_recurrence(k_BTHK, leave_NBHC, carry_NBH, state)
     scaled = first
     for n in range(3):
         k_CK = np.float64(k_BTHK[0, 64 * n : 64 * n + 64, 0])
         scaled = carry[n, ..., None, None] * scaled + (k_CK * weights[n, 0, 0][:, None]).T @ k_CK
         state = carry_NBH[n] * state + k_CK.T @ k_CK
         assert abs(scaled).max() < jnp.finfo(jnp.float16).max < abs(state).max()
-        np.testing.assert_allclose(scaled * sizes[n + 1, ..., None, None], state, rtol=1e-5, atol=1e-5 * state.max())
+        np.testing.assert_allclose(scaled * scales[n + 1, ..., None, None], state, rtol=1e-5, atol=1e-5 * state.max())
 
 
 @pytest.mark.parametrize("size", tiles.SIZES)

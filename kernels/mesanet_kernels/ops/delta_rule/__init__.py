@@ -1,0 +1,1 @@
+"""The delta rule of DeltaNet and Gated DeltaNet."""

@@ -1,0 +1,1 @@
+"""Gated linear attention, with one decay per head or per key channel."""

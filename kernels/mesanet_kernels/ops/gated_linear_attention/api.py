@@ -1,4 +1,4 @@
-"""Public `gated_linear_attention` and its step: checks, defaults, choice of implementation.
+"""The public functions `gated_linear_attention` and `gated_linear_attention_step`: checks, defaults, choice of implementation.
 
 B batch, T time, H heads, K key size, V value size.
 """
@@ -31,32 +31,43 @@ KERNELS = {
 
 
 def gated_linear_attention(
-    q, k, v, log_decay, *, beta=None, segment_ids=None, initial_state=None, chunk_size=None, implementation=None
-):
-    """Linear attention with a forget gate (GLA, arXiv 2312.06635; with a scalar gate the "GLA" of MesaNet, Table 1).
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    *,
+    beta: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Linear attention with a forget gate (GLA, arXiv 2312.06635; with one decay per head, "GLA" of MesaNet, table 1).
 
         S_t = exp(log_decay_t) S_{t-1} + beta_t k_t v_t^T        o_t = S_t^T q_t
 
-    All inputs have gradients, `initial_state` too; the backward pass keeps only the inputs.
+    All floating inputs have gradients, including `initial_state`; the backward pass keeps only the inputs.
 
     Args:
       q, k: [B, T, H, K]; q is not scaled.
       v: [B, T, H, V].
-      log_decay: [B, T, H], at most 0 (-inf included), or [B, T, H, K], one a key channel.
-      beta: [B, T, H] input gate; default 1.
-      segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
-      initial_state: [B, H, K, V]; belongs to the first token's document. Default zero.
-      chunk_size: tokens computed as one dense block, rounded up to a power of two; does not change the result.
-        Default 64.
-      implementation: "reference", "xla", "pallas_gpu" (NVIDIA Hopper; one decay a head; q, k and v bfloat16, K and V 64
-        or 128; chunks of 64), "pallas_tpu" (one decay a head; q, k and v bfloat16, K and V multiples of 64 up to
-        256; chunks of 128), or None for the best.
+      log_decay: at most 0; -inf is allowed. [B, T, H]: one decay per head; [B, T, H, K]: one per key channel.
+      beta: [B, T, H], the input gate. Default: 1.
+      segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document. Default: one document
+        per row.
+      initial_state: [B, H, K, V]; belongs to the document of the first token. Default: zero.
+      chunk_size: tokens computed as one dense block, rounded up to a power of two. Does not change the result.
+        Default: 64.
+      implementation: "reference", "xla", "pallas_gpu" (NVIDIA Hopper, chunks of 64, K and V of 64 or 128) or
+        "pallas_tpu" (chunks of 128, K and V multiples of 64 up to 256); the last two need one decay per head, and q, k
+        and v in bfloat16. None chooses the fastest that supports the call.
 
     Returns:
-      (o [B, T, H, V] in v's dtype, final state [B, H, K, V] float32).
+      (o [B, T, H, V] in v's dtype, the state after the last token [B, H, K, V] float32).
 
     Raises:
-      ValueError: shapes or dtypes that do not fit. NotImplementedError: unknown implementation.
+      ValueError: shapes or dtypes that do not fit.
+      NotImplementedError: there is no such implementation, or it cannot run this call.
     """
     run = dispatch.choose(
         "gated_linear_attention",
@@ -77,14 +88,32 @@ def gated_linear_attention(
     return sequence_parallel.recurrent(run, MEMORY, (q, k, v, log_decay.astype(dtype), beta), (), state, segment_ids)
 
 
-def gated_linear_attention_step(q, k, v, log_decay, state, *, beta=None, implementation=None):
-    """One token of `gated_linear_attention`, the same computation at T = 1.
+def gated_linear_attention_step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    state: jax.Array,
+    *,
+    beta: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes one decoding step of `gated_linear_attention`: the same computation at T = 1.
 
     Args:
-      q, k: [B, H, K]; v: [B, H, V]; log_decay: [B, H] or [B, H, K]; beta: [B, H]; state: [B, H, K, V].
+      q, k: [B, H, K].
+      v: [B, H, V].
+      log_decay: [B, H] or [B, H, K].
+      state: [B, H, K, V].
+      beta: [B, H]. Default: 1.
+      implementation: as in `gated_linear_attention`.
 
     Returns:
-      (o [B, H, V], new state).
+      (o [B, H, V] in v's dtype, the new state).
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
+      NotImplementedError: there is no such implementation, or it cannot run this call.
     """
     _check_arrays("gated_linear_attention_step", "BH", q, k, v, log_decay, beta, state)
     q, k, v, log_decay = (x[:, None] for x in (q, k, v, log_decay))
@@ -94,6 +123,7 @@ def gated_linear_attention_step(q, k, v, log_decay, state, *, beta=None, impleme
 
 
 def _check_arrays(op, rows, q, k, v, log_decay, beta, state):
+    """Checks shapes and dtypes and returns the size of each axis. `rows` are the leading axes: "BTH" or "BH"."""
     decay_axes = rows + "K" if log_decay.ndim == len(rows) + 1 else rows
     sizes = checks.check_shapes(
         op,

@@ -1,4 +1,4 @@
-"""Gated linear attention with a scalar decay on NVIDIA Hopper: kernels for weights, states, readout and gradients (gpu/).
+"""Gated linear attention with one decay per head on NVIDIA Hopper, composed of the kernels in linear_recurrence/gpu.
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
@@ -17,7 +17,11 @@ CHUNK = tiles.CHUNK
 
 
 def gated_linear_attention_pallas_gpu(chunk, *inputs):
-    """As `api.gated_linear_attention`, in chunks of 64. Raises NotImplementedError for what the kernels lack."""
+    """Returns (o [B, T, H, V], final state [B, H, K, V]), in chunks of 64; the arguments are those of the api.
+
+    Raises:
+      NotImplementedError: the kernels cannot run this call.
+    """
     require("gated_linear_attention", "pallas_gpu", unsupported_reason(chunk, *inputs))
     return differentiable.gated_linear_attention_from_kernels(KERNELS, *inputs)
 
@@ -25,19 +29,21 @@ def gated_linear_attention_pallas_gpu(chunk, *inputs):
 def unsupported_reason(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay, *_):
     """Why the kernels cannot run this call; empty if they can."""
     if log_decay.ndim == 4:
-        return "has no decay a key channel"
+        return "needs one decay per head, not one per key channel"
     if any(x.dtype != jnp.bfloat16 for x in (q_BTHK, k_BTHK, v_BTHV)):
         return "needs q, k and v in bfloat16"
     return tiles.unsupported_reason((k_BTHK.shape[-1], v_BTHV.shape[-1]))
 
 
 def _forward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV):
+    """Returns (o, final state), as `GatedLinearAttentionKernels.forward` does."""
     states, final_BHKV = recurrence.entering_states(k_BTHK, v_BTHV, weights, state_BHKV)
     (o_BTHV,) = readout_gpu((q_BTHK,), k_BTHK, v_BTHV, *weights, states)
     return o_BTHV, final_BHKV
 
 
 def _backward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV, do_BTHV, dfinal_BHKV):
+    """Returns the cotangents, as `GatedLinearAttentionKernels.backward` does."""
     states, _ = recurrence.entering_states(k_BTHK, v_BTHV, weights, state_BHKV)
     dstates, dstate_BHKV = recurrence.leaving_state_cotangents((q_BTHK,), (do_BTHV,), weights, dfinal_BHKV)
     (dq_BTHK,) = readout_gpu((do_BTHV,), v_BTHV, k_BTHK, *weights, states, transposed=True)

@@ -1,4 +1,4 @@
-"""Gated linear attention with a scalar decay on TPUs: kernels for the weights, the op and its gradients (tpu/).
+"""Gated linear attention with one decay per head on TPUs, composed of the kernels in linear_recurrence/tpu.
 
 B batch, T time, H heads, K key size, V value size.
 """
@@ -14,11 +14,17 @@ from mesanet_kernels.ops.gated_linear_attention import differentiable
 from mesanet_kernels.tiles import tpu as tiles
 
 CHUNK = tiles.CHUNK
-SIZES = (64, 128, 192, 256)  # half of the lanes wastes the matrix unit, four states of 256 x 256 are 1 MiB of VMEM
+# Supported key and value sizes. Below 64, most lanes would be idle; above 256, the states of four heads take over 1 MiB
+# of VMEM.
+SIZES = (64, 128, 192, 256)
 
 
 def gated_linear_attention_pallas_tpu(chunk, *inputs):
-    """As `api.gated_linear_attention`, in chunks of 128. Raises NotImplementedError for what the kernels lack."""
+    """Returns (o [B, T, H, V], final state [B, H, K, V]), in chunks of 128; the arguments are those of the api.
+
+    Raises:
+      NotImplementedError: the kernels cannot run this call.
+    """
     require("gated_linear_attention", "pallas_tpu", unsupported_reason(chunk, *inputs))
     return differentiable.gated_linear_attention_from_kernels(KERNELS, *inputs)
 
@@ -27,7 +33,7 @@ def unsupported_reason(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay, *_):
     """Why the kernels cannot run this call; empty if they can."""
     arrays = q_BTHK, k_BTHK, v_BTHV
     reasons = {
-        "has no decay a key channel": log_decay.ndim == 4,
+        "needs one decay per head, not one per key channel": log_decay.ndim == 4,
         "needs q, k and v in bfloat16": any(x.dtype != jnp.bfloat16 for x in arrays),
         f"needs key and value sizes in {SIZES}": any(x.shape[-1] not in SIZES for x in arrays),
     }
@@ -35,8 +41,10 @@ def unsupported_reason(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay, *_):
 
 
 def _backward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV, do_BTHV, dfinal_BHKV):
-    memory = RecurrenceInputsTpu(v_BTHV, do_BTHV, states_tpu(k_BTHK, v_BTHV, weights, state_BHKV), dfinal_BHKV)
-    found = gradients_tpu(q_BTHK, k_BTHK, weights, (memory,), queries=True)
+    """Returns the cotangents, as `GatedLinearAttentionKernels.backward` does."""
+    states_NBHKV = states_tpu(k_BTHK, v_BTHV, weights, state_BHKV)
+    recurrence = RecurrenceInputsTpu(v_BTHV, do_BTHV, states_NBHKV, dfinal_BHKV)
+    found = gradients_tpu(q_BTHK, k_BTHK, weights, (recurrence,), queries=True)
     return *found.dq_BTHK, found.dk_BTHK, *found.dv_BTHV, found.dweights, *found.dinitial_BHKV
 
 

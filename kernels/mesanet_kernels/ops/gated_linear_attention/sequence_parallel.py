@@ -1,4 +1,4 @@
-"""What a span of tokens does to the state of gated linear attention (sequence.py).
+"""How a shard of tokens changes the state of gated linear attention (docs/mesa.md, "Several devices").
 
 B batch, T time, H heads, K key size, V value size.
 """
@@ -10,7 +10,7 @@ from mesanet_kernels.sequence_parallel import Memory, decayed, log_remains
 
 
 def summarise(q_BTHK, k_BTHK, v_BTHV, log_decay, beta_BTH, segment_ids_BT):
-    """The log of what remains of a state [B, H, 1 or K], and what the span writes [B, H, K, V]."""
+    """Returns the log decay of an entering state [B, H, 1 or K], and the state after the shard if it starts at 0."""
     del q_BTHK
     log_decay_BTHK = log_decay[..., None] if log_decay.ndim == 3 else log_decay
     until_BTHK, remains_BHK = log_remains(log_decay_BTHK, segment_ids_BT)

@@ -1,22 +1,26 @@
-"""Gated linear attention with a decay a key channel, chunk by chunk, in plain XLA (GLA, arXiv 2312.06635, 4.3).
+"""Gated linear attention with one decay per key channel, chunk by chunk, in plain XLA (GLA, arXiv 2312.06635, section 4.3).
 
-The decay from token s to token t is inside the product q_t . k_s and must be split between its factors. So a chunk is
-halved down to single tokens, and the decay is split at the boundary between two halves (pairwise_decays.py):
+The decay from token s to token t is inside the sum over channels of q_t . k_s, so it has to be split between the two
+factors. The chunk is built up from pairs of blocks, and the decay is split at the boundary between the two blocks of a
+pair (pairwise_decays.py), which keeps both exponents at most 0:
 
     score(t, s) = sum_k (q_tk e^(since_tk)) (k_sk e^(until_sk))
 
-B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size, P pairs of blocks, S tokens of a block.
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size, P pairs of blocks, S tokens of a
+block.
 """
 
 import jax.numpy as jnp
 
 from mesanet_kernels.linear_recurrence import chunks, pairwise_decays
 
-SMALLEST_PRODUCT = 8  # rows; below it a matrix unit would work on padding, and a sum over channels is fused instead
+# The fewest rows of a matrix product. With fewer, a matrix unit would mostly compute padding; an elementwise product
+# and a sum over channels, which the compiler fuses, is used instead.
+SMALLEST_PRODUCT = 8
 
 
 def gated_linear_attention_vector(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH, state_BHKV, segment_ids_BT):
-    """Returns (o [B,T,H,V], final state [B,H,K,V]); `api.gated_linear_attention` says what each argument is."""
+    """Returns (o [B, T, H, V], final state [B, H, K, V]) with the arguments of `api.gated_linear_attention`."""
     length, dtype, state_dtype = q_BTHK.shape[1], q_BTHK.dtype, state_BHKV.dtype
     log_decay_BTHK = jnp.maximum(log_decay_BTHK, chunks.LOG_DECAY_FLOOR)
     q_NBHCK, k_NBHCK, v_NBHCV, log_decay_NBHCK, beta_NBHC = (
@@ -38,10 +42,14 @@ def gated_linear_attention_vector(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK,
 
 
 def _scores(q_NBHCK, k_NBHCK, log_decay_NBHCK):
-    """q_t . k_s under the decay between them, [N,B,H,C,C], and `pairwise_decays.pairwise_values`'s sums."""
+    """Returns q_t . k_s with the decay between them [N, B, H, C, C], and the log decays since and until each token.
+
+    Values above the diagonal are arbitrary.
+    """
     dtype = q_NBHCK.dtype
 
     def across(since_NBHPSK, until_NBHPSK, size):
+        """Returns the scores of the second block's queries with the first block's keys."""
         q_NBHPSK = jnp.exp(since_NBHPSK) * pairwise_decays.split_pairs(q_NBHCK, size)[1]
         k_NBHPSK = jnp.exp(until_NBHPSK) * pairwise_decays.split_pairs(k_NBHCK, size)[0]
         if size < SMALLEST_PRODUCT:

@@ -1,4 +1,4 @@
-"""Gated linear attention chunk by chunk (mesanet.md 5), in plain XLA, with one decay a head or one a key channel.
+"""Gated linear attention chunk by chunk in plain XLA, with one decay per head or per key channel (docs/mesa.md, "Chunks").
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
@@ -10,12 +10,13 @@ from mesanet_kernels.recompute import recomputed
 
 @recomputed
 def gated_linear_attention_xla(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay, beta_BTH, state_BHKV, segment_ids_BT):
-    """Returns (o [B,T,H,V], final state [B,H,K,V]); `api.gated_linear_attention` says what each argument is."""
+    """Returns (o [B, T, H, V], final state [B, H, K, V]) with the arguments of `api.gated_linear_attention`."""
     run = vector.gated_linear_attention_vector if log_decay.ndim == 4 else _scalar_decay
     return run(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay, beta_BTH, state_BHKV, segment_ids_BT)
 
 
 def _scalar_decay(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state_BHKV, segment_ids_BT):
+    """Returns (o, final state) with one decay per head."""
     length = q_BTHK.shape[1]
     weights = chunks.chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT, chunk=chunk)
     q_NBHCK, k_NBHCK, v_NBHCV = (chunks.to_chunks(x, chunk) for x in (q_BTHK, k_BTHK, v_BTHV))

@@ -1,4 +1,4 @@
-"""Public `mesa` and `mesa_step`: checks, defaults, choice of implementation.
+"""The public functions `mesa` and `mesa_step`: checks, defaults, choice of implementation.
 
 B batch, T time, H heads, K key size, V value size.
 """
@@ -34,7 +34,14 @@ SOLVERS = ("cg", "pcg")
 
 
 class MesaOutput(NamedTuple):
-    """o in v's dtype; final_state (h_kk [B,H,K,K], h_kv [B,H,K,V]) float32; iterations int32, solver steps a row."""
+    """The result of `mesa` and `mesa_step`.
+
+    Attributes:
+      o: [B, T, H, V] in v's dtype; [B, H, V] for `mesa_step`.
+      final_state: (h_kk [B, H, K, K], h_kv [B, H, K, V]), the states after the last token; float32, or float64 if an
+        input is.
+      iterations: int32 [B, T, H], how many iterations each token's solve took; [B, H] for `mesa_step`.
+    """
 
     o: jax.Array
     final_state: tuple[jax.Array, jax.Array]
@@ -42,50 +49,58 @@ class MesaOutput(NamedTuple):
 
 
 def mesa(
-    q,
-    k,
-    v,
-    log_decay,
-    beta,
-    lam,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    lam: jax.Array,
     *,
-    segment_ids=None,
-    initial_state=None,
-    max_iters=30,
-    tol=0.0,
-    solver="cg",
-    chunk_size=None,
-    implementation=None,
+    segment_ids: jax.Array | None = None,
+    initial_state: tuple[jax.Array, jax.Array] | None = None,
+    max_iters: int = 30,
+    tol: float = 0.0,
+    solver: str = "cg",
+    chunk_size: int | None = None,
+    implementation: str | None = None,
 ) -> MesaOutput:
-    """The Mesa layer: at every token the ridge regression over all earlier ones (MesaNet, arXiv 2506.05233, eq. 4-8).
+    """Solves a ridge regression over the past for every token (MesaNet, arXiv 2506.05233, equations 4 and 8).
 
         H_t = exp(log_decay_t) H_{t-1} + beta_t k_t k_t^T      G_t = exp(log_decay_t) G_{t-1} + beta_t v_t k_t^T
         o_t = G_t (H_t + diag(lam))^{-1} q_t
 
-    All inputs have gradients, `initial_state` too; the gradient is implicit, by a second solve.
+    docs/mesa.md gives the mathematics. All floating inputs have gradients, including `initial_state`. The gradient is
+    implicit, by a second solve with the same options.
 
     Args:
       q, k: [B, T, H, K], L2-normalised by the caller; not scaled here.
       v: [B, T, H, V].
-      log_decay: [B, T, H], at most 0; any negative size works, -inf too.
+      log_decay: [B, T, H], at most 0; -inf is allowed.
       beta: [B, T, H], in [0, 1].
       lam: [H, K], positive.
-      segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
-      initial_state: (h_kk [B, H, K, K], symmetric, h_kv [B, H, K, V]); belongs to the first token's document. Default zero.
-      max_iters: most solver steps, forward and backward.
-      tol: 0 runs `max_iters` steps; above 0 a row stops once its residual is at most `tol` times that of its
-        starting point.
-      solver: "cg", the paper's (Alg. 1), from q / diag(H + lam); "pcg", from zero, preconditioned by the inverse of the
-        chunk's mean matrix: some 3 to 6 steps to 1e-4 where "cg" needs up to 30. Its steps, though not what they
-        converge to, depend on the chunks.
-      chunk_size: tokens computed as one dense block, rounded up to a power of two; does not change the result.
-        Default 64.
+      segment_ids: int [B, T], non-decreasing; the states start from zero at each new document. Default: one document
+        per row.
+      initial_state: (h_kk [B, H, K, K], symmetric, h_kv [B, H, K, V]); belongs to the document of the first token.
+        Default: zero.
+      max_iters: the largest number of solver iterations, in the forward and in the backward pass.
+      tol: 0 runs `max_iters` iterations; above 0, a token stops once the norm of its residual is at most `tol` times
+        that of its starting point.
+      solver: "cg", that of the paper (appendix C, algorithm 1), starting from q / diag(H + lam); or "pcg", starting
+        from zero and preconditioned with the inverse of the chunk's mean matrix, which takes 3 to 6 iterations to a
+        residual of 1e-4 where "cg" can take 30. The iterates of "pcg", though not their limit, depend on the chunk
+        size.
+      chunk_size: tokens computed as one dense block, rounded up to a power of two. Does not change the result, except
+        with "pcg". Default: 64.
       implementation: "reference" (exact dense solve; ignores max_iters and tol and reports 0 iterations), "xla",
-        "pallas_gpu" (NVIDIA Hopper; chunks of 64), "pallas_tpu" (chunks of 128), both for "cg", q, k and v in bfloat16,
-        K and V 64 or 128; or None for the best.
+        "pallas_gpu" (NVIDIA Hopper, chunks of 64) or "pallas_tpu" (chunks of 128); the last two need solver "cg", q, k
+        and v in bfloat16, and K and V of 64 or 128. None chooses the fastest that supports the call.
+
+    Returns:
+      `MesaOutput`.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit. NotImplementedError: an unknown implementation or solver.
+      ValueError: shapes, dtypes or options that do not fit.
+      NotImplementedError: there is no such implementation or solver, or the implementation cannot run this call.
     """
     run = dispatch.choose(
         "mesa", implementation, IMPLEMENTATIONS, default=xla.mesa_xla, kernels=KERNELS, static_arguments=1
@@ -110,18 +125,39 @@ def mesa(
 
 
 def mesa_step(
-    q, k, v, log_decay, beta, lam, state, *, max_iters=30, tol=0.0, solver="cg", implementation=None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    lam: jax.Array,
+    state: tuple[jax.Array, jax.Array],
+    *,
+    max_iters: int = 30,
+    tol: float = 0.0,
+    solver: str = "cg",
+    implementation: str | None = None,
 ) -> MesaOutput:
-    """One token of `mesa`: the same computation at T = 1, so that training and decoding agree at any `max_iters`.
+    """Computes one decoding step of `mesa`: the same computation at T = 1.
+
+    Training and decoding therefore agree at any `max_iters`, even before the solver has converged.
 
     Args:
-      q, k: [B, H, K]; v: [B, H, V]; log_decay, beta: [B, H]; lam: [H, K].
-      state: (h_kk [B, H, K, K], h_kv [B, H, K, V]).
-      max_iters, tol, solver, implementation: as in `mesa`; "pallas_gpu": one launch (NVIDIA Hopper, K and V 64 or 128,
-        solver "cg", a float32 state), which None chooses where it can.
+      q, k: [B, H, K].
+      v: [B, H, V].
+      log_decay, beta: [B, H].
+      lam: [H, K].
+      state: (h_kk [B, H, K, K], h_kv [B, H, K, V]), as `mesa` returns it.
+      max_iters, tol, solver: as in `mesa`.
+      implementation: as in `mesa`; "pallas_gpu" is a single kernel (NVIDIA Hopper, K and V of 64 or 128, solver "cg",
+        float32 state, q, k and v in any dtype).
 
     Returns:
-      MesaOutput with o [B, H, V], the new state, iterations [B, H].
+      `MesaOutput` with o [B, H, V], the new state, and iterations [B, H].
+
+    Raises:
+      ValueError: shapes, dtypes or options that do not fit.
+      NotImplementedError: there is no such implementation or solver, or the implementation cannot run this call.
     """
     _check_arrays("mesa_step", "BH", q, k, v, log_decay, beta, lam, state)
     _check_solver("mesa_step", solver, max_iters, tol)
@@ -143,6 +179,7 @@ def mesa_step(
 
 
 def _check_arrays(op, rows, q, k, v, log_decay, beta, lam, state):
+    """Checks shapes and dtypes and returns the size of each axis. `rows` are the leading axes: "BTH" or "BH"."""
     h_kk, h_kv = (None, None) if state is None else state
     sizes = checks.check_shapes(
         op,
@@ -168,12 +205,14 @@ def _check_arrays(op, rows, q, k, v, log_decay, beta, lam, state):
 
 
 def _check_solver(op, solver, max_iters, tol):
+    """Raises an error for an unknown solver or for negative limits."""
     if solver not in SOLVERS:
-        raise NotImplementedError(f"{op}: no solver {solver!r}; it has {', '.join(map(repr, SOLVERS))}")
+        raise NotImplementedError(f"{op}: there is no solver {solver!r}; choose from {', '.join(map(repr, SOLVERS))}")
     if max_iters < 0 or tol < 0:
         raise ValueError(f"{op}: max_iters={max_iters} and tol={tol}; neither may be negative")
 
 
 def _initial_state(sizes, dtype):
+    """Returns (h_kk, h_kv) of zeros."""
     batch, heads, key, value = (sizes[axis] for axis in "BHKV")
     return jnp.zeros((batch, heads, key, key), dtype), jnp.zeros((batch, heads, key, value), dtype)

@@ -1,9 +1,9 @@
-"""Mesa in its chunk-parallel form (mesanet.md 1.5) with implicit gradients (1.6), around any solver.
+"""Mesa in its chunk-parallel form with implicit gradients, around any solver (docs/mesa.md, "Chunks", "Its gradient").
 
     H_t = gamma_t H_{t-1} + beta_t k_t k_t^T    G_t = gamma_t G_{t-1} + beta_t v_t k_t^T
     q*_t = (H_t + Lambda)^{-1} q_t              o_t = G_t q*_t
 
-Both states are one linear attention whose values are [v, k]: W = V + K columns, updated and read together.
+Both states are updated and read as those of one linear attention with the values [v, k], W = V + K columns.
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size, W = V + K.
 """
@@ -21,8 +21,13 @@ from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.mesa.options import MESA_SOLUTION
 
 
-class Chunked(NamedTuple):
-    """What the operator H_t + Lambda and the readout G_t need, for all tokens."""
+class ChunkedStates(NamedTuple):
+    """What the operators H_t + Lambda and the readouts G_t of all tokens consist of.
+
+    Attributes:
+      k_NBHCK, v_NBHCV: keys and values in the accumulation dtype.
+      h_kk_NBHKK, h_kv_NBHKV: the states that enter each chunk.
+    """
 
     k_NBHCK: jax.Array
     v_NBHCV: jax.Array
@@ -32,13 +37,12 @@ class Chunked(NamedTuple):
     lam_HK: jax.Array
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def mesa_chunked(
-    solve: Callable, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT
-):
-    """Returns (o [B,T,H,V], (h_kk, h_kv), iterations [B,T,H]); `api.mesa` says what each argument is.
+def _mesa(solve: Callable, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
+    """Returns (o [B, T, H, V], (h_kk, h_kv), iterations [B, T, H]) with the arguments of `api.mesa`.
 
-    solve: (options, chunked, rhs_NBHCK) -> `Solution`, of all the systems (H_t + Lambda) x_t = rhs_t.
+    Args:
+      solve: (options, ChunkedStates, rhs_NBHCK) -> `Solution` of all the systems (H_t + Lambda) x_t = rhs_t.
+      options: `MesaOptions`.
     """
     return _forward(solve, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT)[0]
 
@@ -57,7 +61,8 @@ def _forward(solve, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, la
         final_state,
         chunks.from_chunks(solution.iterations_R, length),
     )
-    # Saved: the inputs but q, and q*. States are recomputed: they are K (K + V) / C times as large as a key.
+    # Saved are the inputs except q, and q*. The states are recomputed: each head and chunk has K (K + V) numbers of
+    # them.
     return output, (
         k_BTHK,
         v_BTHV,
@@ -71,9 +76,10 @@ def _forward(solve, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, la
 
 
 def _backward(solve, options, saved, cotangents):
-    """mesanet.md 1.6, with dq* and e* = (H + Lambda)^{-1} dq*:
+    """Returns the gradients of all arguments (docs/mesa.md, "Its gradient").
 
-    dq = e*, dlambda = -sum q* e*, and the rest are the gradients of sum(do . G q*) - sum(e* . H q*) at fixed q*.
+    With e* = (H + Lambda)^{-1} dq*: dq = e*, dlambda = -sum q* e*, and the others are the gradients of
+    sum(do . G q*) - sum(e* . H q*) at fixed q* and e*.
     """
     k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT, solution_BTHK = saved
     do_BTHV, dfinal_state, _ = cotangents
@@ -97,38 +103,39 @@ def _backward(solve, options, saved, cotangents):
     return dq_BTHK, dk, dv, dlog_decay, dbeta, dlam_HK, dstate, None
 
 
+mesa_chunked = jax.custom_vjp(_mesa, nondiff_argnums=(0, 1))
 mesa_chunked.defvjp(_forward, _backward)
 
 
 def _prepare(options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, *, lam_HK):
-    """The `Chunked` of a sequence and its final (h_kk, h_kv)."""
+    """Returns the `ChunkedStates` of a sequence, and its final (h_kk, h_kv)."""
     dtype, value_size = accumulation_dtype(k_BTHK, v_BTHV), v_BTHV.shape[-1]
     h_kk_BHKK, h_kv_BHKV = state
     weights = chunks.chunk_weights(log_decay_BTH, beta_BTH, segment_ids_BT, chunk=options.chunk)
     k_NBHCK, v_NBHCV = (chunks.to_chunks(x.astype(dtype), options.chunk) for x in (k_BTHK, v_BTHV))
     values_NBHCW = jnp.concatenate([v_NBHCV, k_NBHCK], axis=-1)
-    # Transposed, as `read` gives S^T p: of a symmetric matrix it makes no difference but to the gradient's layout.
+    # Transposed because `read` returns S^T p. H is symmetric, so this only matters for the gradient of h_kk.
     initial_BHKW = jnp.concatenate([h_kv_BHKV, h_kk_BHKK.mT], axis=-1)
     states_NBHKW, final_BHKW = chunks.chunk_states(k_NBHCK, values_NBHCW, weights, initial_BHKW)
-    chunked = Chunked(
+    chunked = ChunkedStates(
         k_NBHCK, v_NBHCV, weights, states_NBHKW[..., value_size:], states_NBHKW[..., :value_size], lam_HK.astype(dtype)
     )
     return chunked, (final_BHKW[..., value_size:].mT, final_BHKW[..., :value_size])
 
 
-def diagonal(chunked):
-    """Of every H_t + Lambda, [N,B,H,C,K]."""
+def diagonal(chunked: ChunkedStates) -> jax.Array:
+    """Returns the diagonal of every H_t + Lambda, [N, B, H, C, K]."""
     k_NBHCK, weights = chunked.k_NBHCK, chunked.weights
     inside_NBHCK = chunks.product("nbhts,nbhsk->nbhtk", weights.intra_NBHCC, k_NBHCK * k_NBHCK, k_NBHCK.dtype)
     before_NBHK = jnp.diagonal(chunked.h_kk_NBHKK, axis1=-2, axis2=-1)
     return inside_NBHCK + weights.enter_NBHC[..., None] * before_NBHK[..., None, :] + chunked.lam_HK[:, None, :]
 
 
-def read_keys(chunked, p_NBHCK):
-    """H_t p_t."""
+def read_keys(chunked: ChunkedStates, p_NBHCK: jax.Array) -> jax.Array:
+    """Returns H_t p_t for every token, [N, B, H, C, K]."""
     return chunks.read(p_NBHCK, chunked.k_NBHCK, chunked.k_NBHCK, chunked.weights, chunked.h_kk_NBHKK)
 
 
 def _read_values(chunked, p_NBHCK):
-    """G_t p_t."""
+    """Returns G_t p_t for every token, [N, B, H, C, V]."""
     return chunks.read(p_NBHCK, chunked.k_NBHCK, chunked.v_NBHCV, chunked.weights, chunked.h_kv_NBHKV)

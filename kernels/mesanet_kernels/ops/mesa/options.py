@@ -2,8 +2,9 @@
 
 from typing import NamedTuple
 
-# The checkpoint name of q*, the solution of the layer's linear systems and its most expensive value. A rematerialisation
-# policy that keeps this name, e.g. `jax.checkpoint_policies.save_only_these_names(MESA_SOLUTION)`, avoids a third solve.
+# The checkpoint name of q*, the solution of the layer's linear systems and its most expensive value. A
+# rematerialisation policy that keeps this name, e.g. `jax.checkpoint_policies.save_only_these_names(MESA_SOLUTION)`,
+# avoids a third solve.
 MESA_SOLUTION = "mesa_q_star"
 
 

@@ -1,8 +1,10 @@
-"""Mesa on TPUs, all of it in kernels: weights, states, solve, readout and their gradients (tpu/, solve_tpu.py).
+"""Mesa on TPUs, all of it in kernels: weights, states, solve, readout and their gradients.
 
-As `chunked.mesa`. The matrix unit multiplies bfloat16. What a solve has made is multiplied as the sum of several such parts,
-and so are the states that it meets: where keys repeat, what a solution has in common with them is its last bits, which the
-state makes large again. Forward no state is ever written: the solve carries H in VMEM, the readout G.
+The maths is that of chunked.py; the kernels are those of linear_recurrence/tpu and solve_tpu.py. The matrix unit
+multiplies bfloat16. Solutions, and the states that they are multiplied with, are multiplied as sums of several bfloat16
+parts: where keys repeat, what a solution has in common with them is in its last bits, which the state makes large again
+(docs/mesa.md, "Numerics"). The forward pass writes no states except the last: the solve carries H in VMEM, and the
+readout G.
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
@@ -28,7 +30,11 @@ SIZES = (64, 128)
 
 
 def mesa_pallas_tpu(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
-    """As `api.mesa`, in chunks of 128. Raises NotImplementedError for what the kernels lack."""
+    """Returns (o [B, T, H, V], (h_kk, h_kv), iterations [B, T, H]), in chunks of 128; the arguments are those of the api.
+
+    Raises:
+      NotImplementedError: the kernels cannot run this call.
+    """
     require("mesa", "pallas_tpu", unsupported_reason(options, q_BTHK, k_BTHK, v_BTHV))
     arrays = q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT
     return differentiable.mesa_from_kernels(KERNELS, options, *arrays)
@@ -46,12 +52,13 @@ def unsupported_reason(options, q_BTHK, k_BTHK, v_BTHV, *_):
 
 
 def _solve_and_read(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, h_kk, h_kv, segment_ids_BT):
+    """Returns the results and what is kept, as `MesaKernels.forward` does."""
     length = q_BTHK.shape[1]
     q_BTHK, k_BTHK, v_BTHV = (chunks.pad_time(x, chunk=CHUNK) for x in (q_BTHK, k_BTHK, v_BTHV))
     weights = chunk_weights_tpu(log_decay_BTH, beta_BTH, segment_ids_BT)
     x_BTHK, final_h_kk, iterations_NBHC = _solve(options, q_BTHK, k_BTHK, weights, lam_HK, h_kk)
-    # Named so that a rematerialisation policy can keep the one value that is expensive to recompute; what follows reads
-    # the named one, or it would be recomputed for that.
+    # Named so that a rematerialisation policy can keep the one value that is expensive to recompute. Everything below
+    # must read the named value: the unnamed one would be recomputed.
     x_BTHK = checkpoint_name(x_BTHK, MESA_SOLUTION)
     o_BTHV, final_h_kv = forward_tpu(x_BTHK, k_BTHK, v_BTHV, weights, h_kv, parts=tiles.EXACT)
     iterations_BTH = chunks.from_chunks(iterations_NBHC, length)
@@ -59,25 +66,25 @@ def _solve_and_read(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, la
 
 
 def _solve_and_differentiate(options, *arrays):
-    """mesanet.md 1.6, as `chunked._backward`; its dlambda for each row of the batch, [B,H,K]."""
+    """Returns the gradients, as `MesaKernels.backward` does (docs/mesa.md, "Its gradient")."""
     k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, h_kk, h_kv, segment_ids_BT, x_BTHK, do_BTHV, dh_kk, dh_kv = arrays
     length = k_BTHK.shape[1]
     k_BTHK, v_BTHV, do_BTHV, x_BTHK = (chunks.pad_time(x, chunk=CHUNK) for x in (k_BTHK, v_BTHV, do_BTHV, x_BTHK))
     weigh = partial(chunk_weights_tpu, segment_ids_BT=segment_ids_BT)
     weights, gates_gradients = jax.vjp(weigh, log_decay_BTH, beta_BTH)
 
-    # Of -dq*, since it is -e* that the second memory takes.
+    # The systems are solved for -dq*, because -e* is the output cotangent of the second recurrence below.
     minus_dx_BTHK, _ = forward_tpu(-do_BTHV, v_BTHV, k_BTHK, weights, h_kv.mT, parts=tiles.EXACT, dtype=jnp.float32)
     minus_e_BTHK, *_ = _solve(options, minus_dx_BTHK, k_BTHK, weights, lam_HK, h_kk)
 
-    # The gradients of sum(do . G q*) - sum(e* . H q*) at fixed q*: of two memories with the same keys.
+    # The gradients of sum(do . G q*) - sum(e* . H q*) at fixed q* and e*: those of two recurrences with the same keys.
     g_NBHKV = states_tpu(k_BTHK, v_BTHV, weights, h_kv, dtype=jnp.float32)
     h_NBHKK = states_tpu(k_BTHK, k_BTHK, weights, h_kk.mT, dtype=jnp.float32)
-    memories = (
+    recurrences = (
         RecurrenceInputsTpu(v_BTHV, do_BTHV, g_NBHKV, dh_kv),
         RecurrenceInputsTpu(k_BTHK, minus_e_BTHK, h_NBHKK, dh_kk.mT),
     )
-    found = gradients_tpu(x_BTHK, k_BTHK, weights, memories, queries=False)
+    found = gradients_tpu(x_BTHK, k_BTHK, weights, recurrences, queries=False)
     dlog_decay_BTH, dbeta_BTH = gates_gradients(found.dweights)
     (dv_BTHV, dk_as_value_BTHK), (dh_kv, dh_kk) = found.dv_BTHV, found.dinitial_BHKV
     dk_BTHK = (found.dk_BTHK.astype(jnp.float32) + dk_as_value_BTHK).astype(k_BTHK.dtype)
@@ -87,6 +94,7 @@ def _solve_and_differentiate(options, *arrays):
 
 
 def _solve(options, *arrays):
+    """Returns what `solve_systems_tpu` returns for these arrays."""
     return solve_tpu.solve_systems_tpu(*arrays, max_iters=options.max_iters, tol=options.tol)
 
 

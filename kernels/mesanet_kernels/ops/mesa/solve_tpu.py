@@ -1,49 +1,69 @@
-"""Mesa's solve on TPUs: all iterations in one kernel, over H in VMEM (Pallas, Mosaic TPU).
+"""Mesa's solve on TPUs: all iterations of conjugate gradients in one kernel (docs/mesa.md, "The solver").
 
-Iterations are a chain of dependent products, so the heads of a step are interleaved to keep the matrix unit busy. What
-they need stays in VMEM, the state that enters the chunk too, which is carried from chunk to chunk and never written.
-The matrix unit multiplies bfloat16: keys are exact in it, all else is a sum of two parts, and products of two small parts
-are left out (16 bits remain; mesanet.md 1.7.3). Where keys repeat, the starting point of the paper has a residual many times
-as large as the right-hand side, whose rounding no later step would find: until two steps have made it small, parts are three.
+Iterations are a chain of dependent products, so the heads of a grid step are interleaved to keep the matrix unit busy.
+Everything that they need stays in VMEM, including the state that enters the chunk, which is carried from chunk to chunk
+and never written to memory.
 
-B batch, T time, N chunks, C tokens of a chunk, H heads, K key size.
+The matrix unit multiplies bfloat16. Keys are exact in it; everything else is a sum of two parts, and the products of
+two small parts are left out, so that 16 bits remain. The first iterations use three parts: where keys repeat, the
+residual of the starting point is many times as large as the right-hand side, and no later iteration would find its
+rounding error.
+
+B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, G heads of a grid step.
 """
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from mesanet_kernels.linear_recurrence.chunks import ChunkWeights
 from mesanet_kernels.ops.mesa.solver import ROUNDING, divide_positive, normalize
 from mesanet_kernels.tiles import tpu as tiles
 from mesanet_kernels.tiles.tpu import CHUNK, EXACT, HALF
 
-PARTS = 2  # of directions and of the state
-EXACT_STEPS = 2
+PARTS = 2  # bfloat16 parts of directions and of the state
+EXACT_ITERATIONS = 2  # how many iterations use tiles.EXACT parts
 
 
-def solve_systems_tpu(rhs_BTHK, k_BTHK, weights, lam_HK, initial_BHKK, *, max_iters, tol):
-    """(H_t + Lambda)^{-1} rhs_t of every token, T = N C, as `solver.conjugate_gradients`.
+def solve_systems_tpu(
+    rhs_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    weights: ChunkWeights,
+    lam_HK: jax.Array,
+    initial_BHKK: jax.Array,
+    *,
+    max_iters: int,
+    tol: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Solves (H_t + Lambda) x_t = rhs_t for every token, like `solver.conjugate_gradients`.
 
     Args:
-      rhs_BTHK: bfloat16 or float32, rows of any size; k_BTHK: bfloat16.
-      initial_BHKK: the state that enters the first chunk, float32, symmetric.
+      rhs_BTHK: right-hand sides, bfloat16 or float32, rows of any norm; T = N C.
+      k_BTHK: keys, bfloat16.
+      weights: float32.
+      lam_HK: float32.
+      initial_BHKK: the state H that enters the first chunk, float32, symmetric.
+      max_iters: the largest number of iterations.
+      tol: the relative residual at which a token stops.
 
     Returns:
-      (x [B,T,H,K] float32, the last state [B,H,K,K] float32, iterations [N,B,H,C] int32).
+      (x [B, T, H, K] float32, H after the last token [B, H, K, K] float32, iterations [N, B, H, C] int32).
     """
     grid = tiles.grid(k_BTHK)
     size, every = k_BTHK.shape[-1], range(grid.group)
 
     def kernel(rhs, k, intra, enter, lam, initial, x_out, state, iterations_out, *scratch):
+        """Solves the systems of one chunk of a group of heads; `state` stays in VMEM from one chunk to the next."""
         k_s, state_s, x_s, residual_s, direction_s = scratch
         tiles.begin_state(state, initial)
         enter_GC1 = [tiles.column(enter[g]) for g in every]
 
         def image(g, p_CK, parts):
-            """(H_t + Lambda) p_t."""
+            """Returns (H_t + Lambda) p_t of head g, multiplied in `parts` parts."""
             k_CK = k_s[g]
             scores_CC = tiles.product(tiles.split_parts(p_CK, parts), [k_CK], b_transposed=True) * intra[g]
             inside_CK = tiles.product(tiles.split_parts(scores_CC, parts), [k_CK])
@@ -53,7 +73,7 @@ def solve_systems_tpu(rhs_BTHK, k_BTHK, weights, lam_HK, initial_BHKK, *, max_it
 
         norms, deltas = [], []
         for g in every:
-            # A head's part of a block of all heads need not begin where a register does; its copy in scratch does.
+            # Within a block of all heads, the keys of a head may begin in the middle of a register; a copy does not.
             k_CK = k_s[g] = k[tiles.lanes(g, size)]
             for part, part_s in zip(tiles.split_parts(state[g], EXACT), state_s, strict=True):
                 part_s[g] = part
@@ -67,7 +87,8 @@ def solve_systems_tpu(rhs_BTHK, k_BTHK, weights, lam_HK, initial_BHKK, *, max_it
         stops = [max(tol, ROUNDING) ** 2 * delta_C1 for delta_C1 in deltas]
 
         def advance(parts, carried):
-            step, deltas, counts = carried
+            """Runs one iteration for every head; carries (its number, squared residuals, iterations of each row)."""
+            iteration, deltas, counts = carried
             next_deltas, next_counts = [], []
             for g, (delta_C1, stop_C1, count_C1) in enumerate(zip(deltas, stops, counts, strict=True)):
                 active_C1 = delta_C1 > stop_C1
@@ -81,20 +102,20 @@ def solve_systems_tpu(rhs_BTHK, k_BTHK, weights, lam_HK, initial_BHKK, *, max_it
                 direction_s[g] = residual_CK + divide_positive(next_C1, delta_C1, active_C1) * direction_CK
                 next_deltas.append(next_C1)
                 next_counts.append(count_C1 + active_C1.astype(jnp.int32))
-            return step + 1, next_deltas, next_counts
+            return iteration + 1, next_deltas, next_counts
 
         def until(last, parts, carried):
-            """Steps up to number `last`, fewer where all rows are done."""
+            """Iterates up to iteration `last`, or until all rows are done."""
 
             def unfinished(carried):
-                step, deltas, _ = carried
+                iteration, deltas, _ = carried
                 left = sum(jnp.max(delta_C1 - stop_C1) > 0 for delta_C1, stop_C1 in zip(deltas, stops, strict=True))
-                return (step < last) & (left > 0)
+                return (iteration < last) & (left > 0)
 
             return lax.while_loop(unfinished, partial(advance, parts), carried)
 
         carried = jnp.int32(0), deltas, [jnp.zeros((CHUNK, 1), jnp.int32) for _ in every]
-        carried = until(min(EXACT_STEPS, max_iters), EXACT, carried)
+        carried = until(min(EXACT_ITERATIONS, max_iters), EXACT, carried)
         *_, counts = until(max_iters, PARTS, carried)
         for g in every:
             x_out[tiles.lanes(g, size)] = x_s[g] * norms[g]
@@ -133,4 +154,5 @@ def solve_systems_tpu(rhs_BTHK, k_BTHK, weights, lam_HK, initial_BHKK, *, max_it
 
 
 def _sum_of_rows(x_CK):
+    """Returns [C, 1]."""
     return jnp.sum(x_CK, axis=1, keepdims=True)

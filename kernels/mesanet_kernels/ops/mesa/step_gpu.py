@@ -1,9 +1,9 @@
-"""One token of Mesa on NVIDIA Hopper: both states, all iterations of the solve and the readout in one kernel, one launch.
+"""One token of Mesa on NVIDIA Hopper: both states, all iterations of the solve and the readout in a single kernel.
 
-A warpgroup has a head of a row. The updated H_t stays in its registers (K^2 / 128 numbers a thread) while conjugate
-gradients run in float32, so that a step moves each state once in and once out, which bounds its time.
+One warpgroup computes one head of one row. The updated H_t stays in its registers (K^2 / 128 numbers per thread) while
+conjugate gradients run in float32, so each state is read once and written once, and that bounds the time.
 
-R rows and heads (B*H, heads last), H heads, K key size, V value size.
+R rows and heads (B * H, heads last), H heads, K key size, V value size.
 """
 
 from functools import partial
@@ -20,13 +20,14 @@ from mesanet_kernels.partition import partitioned
 from mesanet_kernels.tiles import gpu as tiles
 
 MATRIX = tiles.ROWS
-ROW, COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)  # of a vector that goes down the rows, or along the columns
+# Layouts of vectors with one number per row of a matrix, and with one number per column.
+ROW, COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)
 AXES = ("BHK", "BHK", "BHV", "BHK", "BHK", "HK", "BHKK", "BHKV")
 RESULTS = ("BHV", "BHKK", "BHKV", "BH")
 
 
 def mesa_step_pallas_gpu(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, h_kk_BHKK, h_kv_BHKV):
-    """(o [B,H,V], new state, iterations [B,H]); `api.mesa_step` says what each argument is.
+    """Returns (o [B, H, V], new (h_kk, h_kv), iterations [B, H]) with the arguments of `api.mesa_step`.
 
     Raises:
       NotImplementedError: the kernel does not support the call (`unsupported_reason`).
@@ -39,34 +40,37 @@ def mesa_step_pallas_gpu(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, la
     return _step(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, h_kk_BHKK, h_kv_BHKV)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _step(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, h_kk_BHKK, h_kv_BHKV):
+def _run(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, h_kk_BHKK, h_kv_BHKV):
+    """Returns what `mesa_step_pallas_gpu` does, with each device computing its own rows and heads."""
     wide = lambda x: x.astype(jnp.float32)
     decay_BHK = jnp.broadcast_to(jnp.exp(wide(log_decay_BH))[..., None], k_BHK.shape)
     added_BHK = wide(k_BHK) * wide(beta_BH)[..., None]
     arrays = (wide(q_BHK), wide(k_BHK), wide(v_BHV), added_BHK, decay_BHK, wide(lam_HK), h_kk_BHKK, h_kv_BHKV)
     call = partial(_flat, partial(_kernel, max_iters=options.max_iters, tol=options.tol))
     o_BHV, h_kk_BHKK, h_kv_BHKV, iterations_BH = partitioned(call, arrays, axes=AXES, results=RESULTS)
-    if options.tol == 0:  # rows that rest at rounding error have had all their steps
+    if options.tol == 0:  # a token that stops at rounding error counts as one that has run all iterations
         iterations_BH = jnp.full_like(iterations_BH, options.max_iters)
     return o_BHV.astype(v_BHV.dtype), (h_kk_BHKK, h_kv_BHKV), iterations_BH
 
 
 def _forward(options, *arrays):
+    """Returns the results, and the arguments for the backward pass."""
     return _step(options, *arrays), arrays
 
 
 def _backward(options, arrays, cotangents):
-    """Decoding has no use for gradients, but they are those of one token of the op."""
+    """Returns the gradients of all arguments: those of a row of one token in plain XLA."""
 
     def outputs(q, k, v, log_decay, beta, lam, *state):
         row = [x[:, None] for x in (q, k, v, log_decay, beta)]
-        o, state, _ = xla.mesa_xla(options, *row, lam, state, jnp.zeros(row[0].shape[:2], jnp.int32))
+        segment_ids = jnp.zeros(row[0].shape[:2], jnp.int32)
+        o, state, _ = xla.mesa_xla(options, *row, lam, state, segment_ids)
         return o[:, 0], state
 
     return jax.vjp(outputs, *arrays)[1](cotangents[:2])
 
 
+_step = jax.custom_vjp(_run, nondiff_argnums=(0,))
 _step.defvjp(_forward, _backward)
 
 
@@ -80,7 +84,7 @@ def unsupported_reason(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_
 
 
 def _flat(kernel, *arrays):
-    """The kernel over all rows and heads at once."""
+    """Calls the kernel on arrays [B, H, ...] with B and H merged, and separates them in its results."""
     *arrays, lam_HK, h_kk_BHKK, h_kv_BHKV = arrays
     batch, heads = arrays[0].shape[:2]
     flat = [x.reshape(-1, *x.shape[2:]) for x in (*arrays, h_kk_BHKK, h_kv_BHKV)]
@@ -88,10 +92,23 @@ def _flat(kernel, *arrays):
 
 
 def _kernel(q_RK, k_RK, v_RV, added_RK, decay_RK, lam_HK, h_kk_RKK, h_kv_RKV, *, max_iters, tol):
-    """(o [R,V], h_kk, h_kv, iterations [R]), all float32 but the last."""
+    """Runs the kernel.
+
+    Args:
+      q_RK, k_RK, v_RV: query, key and value, like all arrays float32.
+      added_RK: beta * k, what the key is multiplied by when it is added to the states.
+      decay_RK: the decay, repeated K times so that it can be loaded like a key.
+      lam_HK: lambda.
+      h_kk_RKK, h_kv_RKV: the states before this token.
+      max_iters, tol: as in `api.mesa_step`.
+
+    Returns:
+      (o [R, V], h_kk [R, K, K], h_kv [R, K, V], iterations [R] int32).
+    """
     (rows, size), width = q_RK.shape, v_RV.shape[-1]
 
     def step_of_head(q, k, v, added, decay, lam, h_kk, h_kv, o_out, h_kk_out, h_kv_out, iterations_out, vector_s):
+        """Computes one head of one row."""
         r = lax.axis_index("row")
         down = lambda x_K, columns: lax.broadcast_in_dim(x_K, (size, columns), [0])
         along = lambda x_V: lax.broadcast_in_dim(x_V, (size, x_V.shape[0]), [1])
@@ -108,7 +125,7 @@ def _kernel(q_RK, k_RK, v_RV, added_RK, decay_RK, lam_HK, h_kk_RKK, h_kv_RKV, *,
         diagonal_K = jnp.sum(jnp.where(on_diagonal_KK, h_KK, 0.0), axis=1)
 
         def image(p_K):
-            """(H + lam) p: p goes along the columns by way of shared memory, and the sums down the rows."""
+            """Returns (H + Lambda) p in layout `ROW`; p changes to layout `COLUMN` by way of shared memory."""
             vector_s[...] = p_K
             return jnp.sum(h_KK * along(tiles.untiled(vector_s, COLUMN)), axis=1) + lam_K * p_K
 
@@ -119,17 +136,17 @@ def _kernel(q_RK, k_RK, v_RV, added_RK, decay_RK, lam_HK, h_kk_RKK, h_kv_RKV, *,
         stop = max(tol, ROUNDING) ** 2 * delta
 
         def advance(state):
-            step, x_K, residual_K, direction_K, delta = state
+            iteration, x_K, residual_K, direction_K, delta = state
             image_K = image(direction_K)
             length = divide_positive(delta, jnp.sum(direction_K * image_K), True)
             x_K = x_K + length * direction_K
             residual_K = residual_K - length * image_K
             after = jnp.sum(residual_K * residual_K)
-            return step + 1, x_K, residual_K, residual_K + divide_positive(after, delta, True) * direction_K, after
+            return iteration + 1, x_K, residual_K, residual_K + divide_positive(after, delta, True) * direction_K, after
 
         state = (jnp.int32(0), x_K, residual_K, residual_K, delta)
-        steps, x_K, *_ = lax.while_loop(lambda state: (state[0] < max_iters) & (state[4] > stop), advance, state)
-        iterations_out[r] = steps
+        iterations, x_K, *_ = lax.while_loop(lambda state: (state[0] < max_iters) & (state[4] > stop), advance, state)
+        iterations_out[r] = iterations
 
         g_KV = down(decay_K, width) * tiles.untiled(h_kv.at[r], MATRIX) + down(added_K, width) * along(
             tiles.untiled(v.at[r], COLUMN)
@@ -150,6 +167,6 @@ def _kernel(q_RK, k_RK, v_RV, added_RK, decay_RK, lam_HK, h_kk_RKK, h_kv_RKV, *,
         scratch_types=[plgpu.SMEM((size,), jnp.float32)],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            reduction_scratch_bytes=4 * 4 * 128,  # a number of each warp and column
+            reduction_scratch_bytes=4 * 4 * 128,  # one number for each warp and column
         ),
     )(q_RK, k_RK, v_RV, added_RK, decay_RK, lam_HK, h_kk_RKK, h_kv_RKV)

@@ -1,41 +1,43 @@
 """Mesa's solve in plain XLA: all chunks at once, in the accumulation dtype.
 
-B batch, N chunks, C tokens of a chunk, H heads, K key size.
+B batch, N chunks, C tokens of a chunk, H heads, K key size, L rows of an inverse.
 """
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.mesa import chunked as chunked_lib
-from mesanet_kernels.ops.mesa.solver import conjugate_gradients, preconditioned_conjugate_gradients
+from mesanet_kernels.ops.mesa.options import MesaOptions
+from mesanet_kernels.ops.mesa.solver import Solution, conjugate_gradients, preconditioned_conjugate_gradients
 
 
-def solve_systems_xla(options, chunked, rhs_NBHCK):
-    """(H_t + Lambda)^{-1} rhs_t for every token."""
+def solve_systems_xla(options: MesaOptions, chunked: chunked_lib.ChunkedStates, rhs_NBHCK: jax.Array) -> Solution:
+    """Solves (H_t + Lambda) x_t = rhs_t for every token, by the solver that `options` names."""
     lam_H1K = chunked.lam_HK[:, None, :]
 
     def operator(p_NBHCK):
+        """Returns (H_t + Lambda) p_t."""
         return chunked_lib.read_keys(chunked, p_NBHCK) + lam_H1K * p_NBHCK
 
-    limits = dict(max_iters=options.max_iters, tol=options.tol)
     if options.solver == "cg":
-        return conjugate_gradients(operator, chunked_lib.diagonal(chunked), rhs_NBHCK, **limits)
+        diagonal_NBHCK = chunked_lib.diagonal(chunked)
+        return conjugate_gradients(operator, diagonal_NBHCK, rhs_NBHCK, max_iters=options.max_iters, tol=options.tol)
     inverse_NBHKK = mean_inverse(chunked)
 
     def precondition(r_NBHCK):
         return chunks.product("nbhck,nbhkl->nbhcl", r_NBHCK, inverse_NBHKK, r_NBHCK.dtype)
 
-    return preconditioned_conjugate_gradients(operator, precondition, rhs_NBHCK, **limits)
+    return preconditioned_conjugate_gradients(
+        operator, precondition, rhs_NBHCK, max_iters=options.max_iters, tol=options.tol
+    )
 
 
-def mean_inverse(chunked):
-    """The inverse of the mean of a chunk's matrices H_t + Lambda, [N,B,H,K,K].
+def mean_inverse(chunked: chunked_lib.ChunkedStates) -> jax.Array:
+    """Returns the inverse of the mean of the matrices H_t + Lambda of each chunk, [N, B, H, K, K].
 
-    All of them share the state that enters the chunk, where slow heads keep what makes them ill-conditioned. Of the
-    matrices tried (the entering state alone, H of the middle or of the last token), the mean needs the fewest steps.
+    These matrices share the state that enters the chunk, and in heads that forget slowly that state makes them
+    ill-conditioned. The mean needs fewer iterations than the entering state alone or H of the middle or the last token.
     """
     k_NBHCK, weights = chunked.k_NBHCK, chunked.weights
     dtype = k_NBHCK.dtype
@@ -51,4 +53,6 @@ def mean_inverse(chunked):
     return chunks.product("nbhmk,nbhml->nbhkl", half_NBHKK, half_NBHKK, dtype)
 
 
-mesa_xla = partial(chunked_lib.mesa_chunked, solve_systems_xla)
+def mesa_xla(options: MesaOptions, *arrays):
+    """Returns (o [B, T, H, V], (h_kk, h_kv), iterations [B, T, H]) with the arguments of `api.mesa`."""
+    return chunked_lib.mesa_chunked(solve_systems_xla, options, *arrays)

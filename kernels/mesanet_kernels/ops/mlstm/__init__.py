@@ -1,0 +1,1 @@
+"""mLSTM, the matrix LSTM of xLSTM."""
