@@ -5,6 +5,7 @@ B batch, T time, H heads, K key size, V value size.
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 
 from mesanet_kernels import checks, dispatch, sequence_parallel
