@@ -168,7 +168,7 @@ def test_longer_rows_measure_extrapolation(run, tmp_path, capsys):
 def test_mistakes_are_one_line(run, tmp_path):
     workdir, _, _ = run
     cases = {
-        (f"--workdir={tmp_path}",): "holds no config.json",
+        (f"--workdir={tmp_path}",): "no run",
         (f"--workdir={workdir}", "--step=5"): r"step 5; there are \[4, 8\]",
         (f"--workdir={workdir}", "--split=test"): "no split 'test'",
         (f"--workdir={workdir}", "--batches=0"): "--batches=0",
