@@ -15,7 +15,7 @@ from mesanet_kernels.partition import time_axes
 DTYPES = (jnp.bfloat16, jnp.float16)
 
 
-def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
+def attention_cudnn(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
     """Raises NotImplementedError where cuDNN lacks what the call needs."""
     require("attention", "cudnn", unsupported_reason(options, q_BTHK, k_BTJK, v_BTJV))
     mask_B1TT = None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from mesanet_kernels.checks import accumulation_dtype
 
 
-def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
+def attention_reference(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
     length = q_BTHK.shape[1]
     age_TT = jnp.arange(length)[:, None] - jnp.arange(length)
     visible_TT = (age_TT >= 0) & (age_TT < (options.window or length))

@@ -16,13 +16,13 @@ from mesanet_kernels.ops.attention.masked import masked_attention
 BLOCK = 128
 
 
-class Options(NamedTuple):
+class AttentionOptions(NamedTuple):
     window: int | None
     scale: float
     one_document: bool  # no segment_ids were given
 
 
-def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
+def attention_xla(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
     return attend(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT, segment_ids_BT, start=0)
 
 

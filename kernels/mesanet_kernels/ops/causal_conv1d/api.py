@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mesanet_kernels import checks, dispatch, sequence_parallel
 from mesanet_kernels.dispatch import PlatformKernel
 from mesanet_kernels.ops.causal_conv1d import pallas_gpu, reference, xla
-from mesanet_kernels.ops.causal_conv1d.sequence_parallel import MEMORY
+from mesanet_kernels.ops.causal_conv1d.sequence_parallel import SHARD_TRANSITION
 
 IMPLEMENTATIONS = {
     "reference": reference.causal_conv1d,
@@ -61,7 +61,9 @@ def causal_conv1d(x, w, bias=None, *, activation=None, segment_ids=None, initial
         )
     bias = jnp.zeros(w.shape[1:], w.dtype) if bias is None else bias
     tail = initial_state.astype(x.dtype)
-    return sequence_parallel.recurrent(partial(run, activation), MEMORY, (x,), (w, bias), tail, segment_ids)
+    return sequence_parallel.run_recurrent_op(
+        partial(run, activation), SHARD_TRANSITION, (x,), (w, bias), tail, segment_ids
+    )
 
 
 def causal_conv1d_step(x, w, state, *, bias=None, activation=None, implementation=None):

@@ -58,9 +58,9 @@ def diagonal_ssm(
         initial_state = [jnp.zeros([sizes[axis] for axis in "BHN"], dtype)] * 2
     state = tuple(x.astype(dtype) for x in initial_state)
     system = tuple(x.astype(dtype) for x in (log_rate, log_frequency, c_re, c_im, skip))
-    chunk = min(chunk_size or DEFAULT_CHUNK, sequence_parallel.span_length(sizes["T"]))
-    memory = sequence_parallel.Memory(partial(summarise, chunk), advance)
-    return sequence_parallel.recurrent(partial(run, chunk), memory, (u,), system, state, segment_ids)
+    chunk = min(chunk_size or DEFAULT_CHUNK, sequence_parallel.shard_length(sizes["T"]))
+    transition = sequence_parallel.ShardTransition(partial(summarise, chunk), advance)
+    return sequence_parallel.run_recurrent_op(partial(run, chunk), transition, (u,), system, state, segment_ids)
 
 
 def diagonal_ssm_step(u, log_rate, log_frequency, c_re, c_im, skip, state, *, implementation=None):

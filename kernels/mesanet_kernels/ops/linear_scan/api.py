@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from mesanet_kernels import checks, dispatch, sequence_parallel
 from mesanet_kernels.dispatch import PlatformKernel
 from mesanet_kernels.ops.linear_scan import pallas_gpu, pallas_tpu, reference, xla
-from mesanet_kernels.ops.linear_scan.sequence_parallel import MEMORY
+from mesanet_kernels.ops.linear_scan.sequence_parallel import SHARD_TRANSITION
 
 IMPLEMENTATIONS = {
     "reference": reference.linear_scan,
@@ -51,7 +51,7 @@ def linear_scan(x, a, *, segment_ids=None, initial_state=None, implementation=No
     segment_ids = checks.segments("linear_scan", segment_ids, sizes)
     dtype = checks.accumulation_dtype(x, a)
     state = jnp.zeros((sizes["B"], sizes["D"]), dtype) if initial_state is None else initial_state.astype(dtype)
-    return sequence_parallel.recurrent(run, MEMORY, (x, a), (), state, segment_ids)
+    return sequence_parallel.run_recurrent_op(run, SHARD_TRANSITION, (x, a), (), state, segment_ids)
 
 
 def linear_scan_step(x, a, state, *, implementation=None):

@@ -59,5 +59,5 @@ def softmax_cross_entropy(
 
     dtype = checks.accumulation_dtype(hidden)
     weights = jnp.ones(targets.shape, dtype) if weights is None else weights.astype(dtype)
-    options = xla.Options(softcap, vocab_size, min(block_size, sequence_parallel.span_length(sizes["T"])))
-    return sequence_parallel.by_token(partial(run, options), (hidden, targets, weights), (embedding,))
+    options = xla.Options(softcap, vocab_size, min(block_size, sequence_parallel.shard_length(sizes["T"])))
+    return sequence_parallel.run_per_token_op(partial(run, options), (hidden, targets, weights), (embedding,))
