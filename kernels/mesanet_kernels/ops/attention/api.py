@@ -1,4 +1,4 @@
-"""Public `attention`: checks, defaults, choice of implementation.
+"""The public function `attention`: checks, defaults and the choice of an implementation.
 
 B batch, T time, H query heads, J key heads, K key size, V value size.
 """
@@ -28,26 +28,40 @@ IMPLEMENTATIONS = {
     "xla": _attention_xla,
     "cudnn": cudnn.attention_cudnn,
 }
-# What None prefers on each platform, if the kernel supports the call.
+# What `implementation=None` prefers on each platform, if the kernel supports the call.
 KERNELS = {"cuda": PlatformKernel(cudnn.attention_cudnn, cudnn.unsupported_reason)}
 
 
-def attention(q, k, v, *, window=None, segment_ids=None, scale=None, implementation=None):
-    """Causal softmax attention with grouped heads.
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    window: int | None = None,
+    segment_ids: jax.Array | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Computes causal softmax attention with grouped heads.
+
+    A token sees itself and the earlier tokens of its document. The softmax is computed in float32.
 
     Args:
-      q: [B, T, H, K]; k: [B, T, J, K]; v: [B, T, J, V], H % J == 0; query head h reads key head h // (H / J).
-      window: token t sees tokens t - window + 1 to t; None: all up to t.
-      segment_ids: int [B, T], non-decreasing; a token sees its own document only.
-      scale: factor on the scores; default 1 / sqrt(K).
-      implementation: "reference"; "xla"; "cudnn" (NVIDIA GPUs, bfloat16 or float16, K = V, rows that no mesh splits);
-        or None for the best that supports the call.
+      q: [B, T, H, K], where H is a multiple of J; query head h reads key head h // (H / J).
+      k: [B, T, J, K].
+      v: [B, T, J, V].
+      window: the number of tokens that a token sees, itself included; None for all earlier tokens.
+      segment_ids: int [B, T], the document of each token, non-decreasing along a row. Default: a row is one document.
+      scale: the factor applied to the scores. Default 1 / sqrt(K).
+      implementation: "reference"; "xla"; "cudnn" (NVIDIA GPUs, bfloat16 or float16, K = V, rows that the mesh does not
+        split along time); or None for the fastest that supports the call.
 
     Returns:
-      o [B, T, H, V] in v's dtype; softmax in float32.
+      o [B, T, H, V] in the dtype of v.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit. NotImplementedError: the implementation lacks what is asked.
+      ValueError: a shape, a dtype or the window is wrong.
+      NotImplementedError: there is no such implementation, or it does not support the call.
     """
     run = dispatch.choose(
         "attention", implementation, IMPLEMENTATIONS, default=_attention_xla, kernels=KERNELS, static_arguments=1
