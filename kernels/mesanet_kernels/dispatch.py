@@ -1,9 +1,9 @@
 """How an op chooses among its implementations.
 
 The public function of an op (`ops/*/api.py`) holds a table of its implementations by name. A call with
-`implementation="xla"` takes that one, and fails if it does not support the call. A call with `implementation=None` takes
-the kernel of the platform that the program is lowered for, if there is one and it supports the call, and otherwise the
-default.
+`implementation="xla"` takes that one, and fails if it does not support the call. A call with `implementation=None`
+takes the kernel of the platform that the program is lowered for, if there is one and it supports the call, and
+otherwise the default.
 """
 
 import importlib

@@ -47,16 +47,16 @@ def _axes(letter: str) -> tuple[str, ...]:
 
 
 def partitioned(
-    call: Callable[..., tuple[jax.Array, ...]],
+    call: Callable[..., Sequence[jax.Array]],
     arrays: Sequence[jax.Array],
     *,
     axes: Sequence[str],
     results: Sequence[str],
-) -> tuple[jax.Array, ...]:
+) -> Sequence[jax.Array]:
     """Calls `call(*arrays)` on each device, with the device's part of every array along B and H.
 
     Args:
-      call: returns a tuple of arrays.
+      call: returns a tuple or a list of arrays.
       arrays: the arguments, whole.
       axes: for each argument, one letter for each of its dimensions, as in "BTHK".
       results: the same for each array that `call` returns.
@@ -86,8 +86,8 @@ def on_a_device(letter: str, size: int) -> int:
 def time_axes(length: int) -> tuple[str, ...]:
     """Returns the mesh axes that split a row of `length` tokens.
 
-    There are none outside a mesh, inside a computation that is already split along time (`sequence_parallel.map_shards`),
-    and if the axes do not divide the row evenly.
+    There are none outside a mesh, inside `sequence_parallel.map_shards`, which splits time already, and if the axes do
+    not divide the row evenly.
     """
     return _dividing(_axes("T"), length)
 

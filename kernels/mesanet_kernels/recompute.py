@@ -10,7 +10,7 @@ import jax
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `function` with a VJP that saves only its arguments.
 
-    Automatic differentiation would also save, for each chunk, its C x C weights and the K x V state that enters it, which
+    Automatic differentiation would also save the C x C weights of each chunk and the K x V state that enters it, which
     are several times as large.
 
     Args:

@@ -72,14 +72,11 @@ def causal_conv1d(
     if activation not in xla.ACTIVATIONS:
         raise ValueError(f"causal_conv1d: activation is {activation!r}; it must be one of {list(xla.ACTIVATIONS)}")
     tail_shape = sizes["B"], sizes["W"] - 1, sizes["D"]
-    if initial_state is None:
-        initial_state = jnp.zeros(tail_shape, x.dtype)
-    if initial_state.shape != tail_shape:
-        raise ValueError(
-            f"causal_conv1d: the state has shape {initial_state.shape}; it needs [B, W-1, D] = {tail_shape}"
-        )
+    tail = jnp.zeros(tail_shape, x.dtype) if initial_state is None else initial_state
+    if tail.shape != tail_shape:
+        raise ValueError(f"causal_conv1d: the state has shape {tail.shape}; it needs [B, W-1, D] = {tail_shape}")
     bias = jnp.zeros(w.shape[1:], w.dtype) if bias is None else bias
-    tail = initial_state.astype(x.dtype)
+    tail = tail.astype(x.dtype)
     return sequence_parallel.run_recurrent_op(
         partial(run, activation), SHARD_TRANSITION, (x,), (w, bias), tail, segment_ids
     )

@@ -11,7 +11,7 @@ token before it, ...
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -234,7 +234,7 @@ class _Part(NamedTuple):
     first: jax.Array
     last: jax.Array
     channels: pl.Slice
-    layout: plgpu.Layout
+    layout: Any
 
     def of_row(self, ref):
         """Selects the program's row and channels: [B, T, D] becomes [T, D]."""
