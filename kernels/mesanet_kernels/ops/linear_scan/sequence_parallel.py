@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
-from mesanet_kernels.ops.linear_scan.differentiable import starts
+from mesanet_kernels.ops.linear_scan.differentiable import reset_mask
 from mesanet_kernels.ops.linear_scan.xla import compose
 from mesanet_kernels.sequence_parallel import ShardTransition
 
@@ -18,7 +18,7 @@ def summarise(x_BTD, a_BTD, segment_ids_BT) -> tuple[jax.Array, jax.Array]:
     Neighbouring tokens are composed in pairs, log2(T) times, until one is left.
     """
     dtype = accumulation_dtype(x_BTD, a_BTD)
-    a_BTD = jnp.where(starts(segment_ids_BT), 0, a_BTD.astype(dtype))
+    a_BTD = jnp.where(reset_mask(segment_ids_BT), 0, a_BTD.astype(dtype))
     x_BTD = x_BTD.astype(dtype)
     while x_BTD.shape[1] > 1:
         odd = (0, 0), (x_BTD.shape[1] % 2, 0), (0, 0)
