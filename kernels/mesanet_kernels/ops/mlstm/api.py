@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mesanet_kernels import checks, dispatch, sequence_parallel
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.mlstm import reference, xla
-from mesanet_kernels.ops.mlstm.sequence_parallel import MEMORY
+from mesanet_kernels.ops.mlstm.sequence_parallel import SHARD_TRANSITION
 
 IMPLEMENTATIONS = {"reference": reference.mlstm_reference, "xla": xla.mlstm_xla}
 
@@ -54,9 +54,9 @@ def mlstm(
     if initial_state is None:
         initial_state = [jnp.zeros([sizes[axis] for axis in axes]) for axes in STATE_AXES]
     state = tuple(x.astype(dtype) for x in initial_state)
-    run = partial(run, chunks.pick_chunk(chunk_size, sequence_parallel.span_length(sizes["T"])))
-    rows = q, k, v, input_gate.astype(dtype), forget_gate.astype(dtype)
-    return sequence_parallel.recurrent(run, MEMORY, rows, (), state, segment_ids)
+    run = partial(run, chunks.pick_chunk(chunk_size, sequence_parallel.shard_length(sizes["T"])))
+    per_token = q, k, v, input_gate.astype(dtype), forget_gate.astype(dtype)
+    return sequence_parallel.run_recurrent_op(run, SHARD_TRANSITION, per_token, (), state, segment_ids)
 
 
 def mlstm_step(q, k, v, input_gate, forget_gate, state, *, implementation=None):
