@@ -1,6 +1,7 @@
-"""What a span of tokens does to the state of the delta rule (sequence.py): S -> A S + F, A a matrix [K, K].
+"""How a shard of tokens changes the state of the delta rule: S -> A S + F with a matrix A [K, K].
 
-Both come from one run with V + K values a token: F from nothing with the span's own values, A from the identity with none.
+Both come from one run with V + K values per token: F starts from zero and writes the values of the shard; A starts from
+the identity and writes zeros.
 
 B batch, T time, H heads, K key size, V value size.
 """
@@ -12,7 +13,7 @@ from mesanet_kernels.ops.delta_rule import xla
 
 
 def summarise(chunk, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, segment_ids_BT):
-    """A [B, H, K, K] and F [B, H, K, V]."""
+    """Returns A [B, H, K, K] and F [B, H, K, V]."""
     del q_BTHK
     batch, time, heads, key_size = k_BTHK.shape
     value_size, dtype = v_BTHV.shape[-1], log_decay_BTH.dtype
@@ -27,5 +28,6 @@ def summarise(chunk, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, segment_id
 
 
 def advance(summary, state_BHKV):
+    """Returns the state after the shard, A S + F, [B, H, K, V]."""
     transition_BHKK, written_BHKV = summary
     return product("bhkj,bhjv->bhkv", transition_BHKK, state_BHKV, state_BHKV.dtype) + written_BHKV

@@ -1,4 +1,4 @@
-"""What a span of tokens does to the state of an mLSTM (sequence.py); C, n and m are those of `api.mlstm`.
+"""How a shard of tokens changes the state (C, n, m) of an mLSTM (docs/mesa.md, "Several devices").
 
 B batch, T time, H heads, K key size, V value size.
 """
@@ -13,7 +13,7 @@ from mesanet_kernels.sequence_parallel import Memory, log_remains
 
 
 def summarise(q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH, segment_ids_BT):
-    """The log of what remains of a state [B, H], and the (C, n, m) that the span alone leaves."""
+    """Returns the log decay of an entering state [B, H], and the (C, n, m) after the shard if C and n start at 0."""
     del q_BTHK
     log_forget_BTH = jax.nn.log_sigmoid(forget_gate_BTH)
     until_BTH, remains_BH = log_remains(log_forget_BTH, segment_ids_BT)
@@ -25,7 +25,7 @@ def summarise(q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH, segment_i
 
 
 def advance(summary, state):
-    """Sums of both, scaled to the larger of the two stabilisers."""
+    """Returns the (C, n, m) after the shard: what remains plus what was written, with the larger stabiliser."""
     remains_BH, (own_cell_BHKV, own_normaliser_BHK, own_m_BH) = summary
     cell_BHKV, normaliser_BHK, before_BH = state
     m_BH = jnp.maximum(own_m_BH, remains_BH + before_BH)
