@@ -1,18 +1,21 @@
 """Griffin (arXiv 2402.19427): two blocks of Hawk, then one of local attention with a single key/value head.
 
-In the backbone of MesaNet's comparison (RMSNorm, SwiGLU of three times the width where the paper has GeGLU). The widths of
-the recurrence are the paper's for these widths of the stream (its appendix C), and so are 16 blocks a gate and the window
-of 1024; the feed-forward is a little wider where the total would fall more than 2 % short of MesaNet's.
+Sizes: 140m, 440m, 1b, demo, smoke, in the backbone of MesaNet's comparison: RMSNorm, and SwiGLU with a hidden width
+of about three times the stream's, where the paper has GeGLU. From the paper (appendix C): the width of the recurrence
+for these widths of the stream, 16 blocks per gate, and the window of 1024 tokens. The feed-forward network is a
+little wider where the model would otherwise have over 2 % fewer parameters than MesaNet.
 """
 
 from mesanet_jax.recipes.backbone import backbone
+from mesanet_jax.schema import Config
 
 RECURRENCE_WIDTH = {"140m": 1024, "440m": 1536, "1b": 2048}
 MLP_RATIO = {"140m": 3.125, "440m": 3.0, "1b": 3.125}
-PEAK_LEARNING_RATE = {"140m": 2e-3, "440m": 2.5e-3, "1b": 2e-3}  # Hawk's of MesaNet's Table 8, not scanned for Griffin
+# Those of Hawk in MesaNet, Table 8: Griffin's own were not searched for.
+PEAK_LEARNING_RATE = {"140m": 2e-3, "440m": 2.5e-3, "1b": 2e-3}
 
 
-def get_config(size: str = "140m"):
+def get_config(size: str = "140m") -> Config:
     config = backbone("griffin", size, ("hawk", "hawk", "sliding"))
     model = config.model
     model.hawk.num_blocks = 16

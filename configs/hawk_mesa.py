@@ -1,14 +1,16 @@
 """Hawk-Mesa (MesaNet, arXiv 2506.05233, section 4): blocks of Hawk and Mesa in turn.
 
-The paper does not say which comes first; `--config.model.pattern=mesa,hawk` is the other order.
+Sizes: 140m, 440m, 1b, demo, smoke. The paper does not say which of the two comes first;
+`--config.model.pattern=mesa,hawk` is the other order.
 """
 
 from mesanet_jax.recipes.backbone import backbone
+from mesanet_jax.schema import Config
 
-PEAK_LEARNING_RATE = {"140m": 2.5e-3, "440m": 2e-3, "1b": 2e-3}  # Table 8, 15B tokens
+PEAK_LEARNING_RATE = {"140m": 2.5e-3, "440m": 2e-3, "1b": 2e-3}  # MesaNet, Table 8, 15B tokens
 
 
-def get_config(size: str = "140m"):
+def get_config(size: str = "140m") -> Config:
     config = backbone("hawk_mesa", size, ("hawk", "mesa"))
     config.optimizer.learning_rate = PEAK_LEARNING_RATE.get(size, config.optimizer.learning_rate)
     if size == "demo":

@@ -1,9 +1,11 @@
-"""The Latent Recurrent Transformer (arXiv 2605.26797) in the recipe of `configs/maglev.py`, to be compared with it.
+"""The Latent Recurrent Transformer, LRT (arXiv 2605.26797), in the training recipe of `configs/maglev.py`.
 
-`d20` trains by turns of every other position (S = 2), `d20-k2` and `d20-k3` by two and three refinements of whole rows.
+Sizes: d12, d20, demo, smoke, or any other depth. d20 trains in two turns, each of every other position (S = 2).
+d20-k2 and d20-k3 instead refine whole rows two or three times.
 """
 
 from mesanet_jax.recipes import nanochat_recipe
+from mesanet_jax.schema import Config
 
 SIZES = nanochat_recipe.SIZES
 VARIANTS = {
@@ -13,7 +15,7 @@ VARIANTS = {
 }
 
 
-def get_config(size: str = "d12"):
+def get_config(size: str = "d12") -> Config:
     """`size` is one of SIZES, alone or with a variant as in `d20-k3`."""
     scale, dash, variant = size.partition("-")
     if variant not in VARIANTS or (dash and not variant):

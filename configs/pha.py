@@ -1,19 +1,24 @@
-"""PHA (arXiv 2606.16093): GSS, grouped-query attention and two feed-forwards side by side in every block.
+"""PHA (arXiv 2606.16093): GSS, grouped-query attention and two feed-forward networks side by side in every block.
 
-Neither its dimensions nor its recipe are published. These sizes have its parameter counts (heads of 64, GPT-2's vocabulary,
-tied embeddings), 12B tokens are those of its OpenWebText run, and whatever else the abstract leaves open is a field of
-`mesanet_jax/models/pha.py`. `90m-sequential` is `90m` but for what VARIANTS names; `mesanet_jax.compare` takes them together.
+Sizes: 90m, 125m, 180m, demo, smoke; 90m-sequential is 90m with the change that VARIANTS names, and so on for the other
+variants. `mesanet_jax.compare` compares them in one report.
+
+Only the paper's abstract and introduction were available to us, without its dimensions and its training recipe. The
+sizes here have the paper's parameter counts (with heads of size 64, GPT-2's vocabulary and tied embeddings), and
+train on 12B tokens like its OpenWebText run. What else the abstract leaves open is an option in
+`mesanet_jax/models/pha.py`.
 """
 
 from mesanet_jax.config import default_config
 from mesanet_jax.recipes.backbone import small
+from mesanet_jax.schema import Config
 
-PAPER = {"90m": (640, 9, 10, 2), "125m": (768, 10, 12, 4), "180m": (896, 11, 14, 2)}  # width, blocks, heads, of keys
+PAPER = {"90m": (640, 9, 10, 2), "125m": (768, 10, 12, 4), "180m": (896, 11, 14, 2)}  # width, blocks, heads, kv heads
 SMALL = ("demo", "smoke")
 SIZES = (*PAPER, *SMALL)
 
 VARIANTS = {
-    "attention_only": {"pattern": ("attention",)},  # and a feed-forward that makes up for GSS, below
+    "attention_only": {"pattern": ("attention",)},  # with a wider feed-forward network in place of GSS, see below
     "no_gss": {"pattern": ("attention",)},
     "no_attention": {"pattern": ("gss",)},
     "no_auxiliary": {"auxiliary": "none"},
@@ -22,10 +27,11 @@ VARIANTS = {
     "no_branch_norm": {"branch_norm": False},
     "alpha1": {"alpha": 1.0},
 }
+# The feed-forward ratios that give attention_only as many parameters as the full model.
 MATCHED_MLP_RATIO = {"90m": 5.277, "125m": 5.272, "180m": 5.269, "demo": 4.34, "smoke": 4.42}
 
 
-def get_config(size: str = "125m"):
+def get_config(size: str = "125m") -> Config:
     """`size` is one of SIZES, alone or with a variant as in `90m-no_gss`."""
     scale, dash, variant = size.partition("-")
     if scale not in SIZES or (dash and variant not in VARIANTS):
@@ -42,21 +48,24 @@ def get_config(size: str = "125m"):
     else:
         small(config, scale)
         model.attention.kv_heads = 2
-        model.auxiliary_mlp_ratio = 0.75  # a quarter of the other, as at the other sizes
+        model.auxiliary_mlp_ratio = 0.75  # a quarter of the main network's, as at the other sizes
         model.gss.modes = 64 if scale == "demo" else 16
-    change(config, scale, variant)
+    apply_variant(config, scale, variant)
     return config
 
 
-def recipe(config) -> None:
-    """12B tokens by a common recipe for such sizes; the paper needs neither warm-up nor clipping, and has no other numbers."""
+def recipe(config: Config) -> None:
+    """Sets a common recipe for models of this size, over 12B tokens, in place.
+
+    Of its own recipe, the abstract only says that it needs neither warm-up nor clipping.
+    """
     config.steps = 23_000
     config.data.seq_len, config.data.batch_size = 1024, 512
     config.optimizer.learning_rate, config.optimizer.b2 = 6e-4, 0.95
 
 
-def change(config, scale: str, variant: str) -> None:
-    """Makes of a config its variant."""
+def apply_variant(config: Config, scale: str, variant: str) -> None:
+    """Changes a run into its variant, in place; an empty name changes nothing."""
     if not variant:
         return
     for name, value in VARIANTS[variant].items():

@@ -1,12 +1,16 @@
-"""Compiles a run's training step for a pod, without one: does it fit, what does it compute and send, what might it cost?
+"""Compiles a run's training step for a TPU pod on a machine without one:
 
-python -m mesanet_jax.compile --config=configs/mesanet.py:1b --topology=v5p:4x4x4 --config.mesh.fsdp=4
+    python -m mesanet_jax.compile --config=configs/mesanet.py:1b --topology=v5p:4x4x4 --config.mesh.fsdp=4
 
-Exit status: 0 it fits, 1 it does not, 2 a mistake in the command.
+Prints whether the step fits the chips' memory, its FLOPs and its transfers, and an estimate of its speed and cost.
+docs/ahead-of-time.md explains the output.
+
+Exit status: 0 if the step fits, 1 if it does not fit, 2 for a mistake in the command.
 """
 
 import json
 import pathlib
+from typing import Any
 
 import jax
 
@@ -16,20 +20,21 @@ from mesanet_jax import mesh as mesh_lib
 from mesanet_jax.aot import executable, memory, price, report, suggest, topology
 from mesanet_jax.aot.build import Build, build
 from mesanet_jax.errors import UserError
-from mesanet_jax.reporting.progress import duration
+from mesanet_jax.formatting import duration
+from mesanet_jax.schema import Config
 
 
 def main(argv: list[str]) -> int:
     flags = cli.parser(__doc__)
-    flags.add_argument("--config", required=True, help="config file and size, as in configs/mesanet.py:140m")
-    flags.add_argument("--topology", required=True, help="chip and shape of a slice, as in v5p:8x8x8; cpu:8 to try")
-    flags.add_argument("--slices", type=int, default=1, help="slices that the data axis spans")
-    flags.add_argument("--suggest", action="store_true", help="look for the rows a device and the remat policy to use")
-    flags.add_argument("--prices", type=pathlib.Path, default=price.PRICES, help="table of dollars a chip and hour")
-    flags.add_argument("--json", type=pathlib.Path, help="file for all that is printed, in bytes and seconds")
-    flags.add_argument("--save", type=pathlib.Path, help="file for the compiled step: train's config.train.executable")
+    flags.add_argument("--config", required=True, help="config file and size, such as configs/mesanet.py:140m")
+    flags.add_argument("--topology", required=True, help="chip and shape of a slice, such as v5p:8x8x8; cpu:8 to try")
+    flags.add_argument("--slices", type=int, default=1, help="the number of slices, over which the data axis is split")
+    flags.add_argument("--suggest", action="store_true", help="look for the best rows per device and remat policy")
+    flags.add_argument("--prices", type=pathlib.Path, default=price.PRICES, help="a table of dollars per chip and hour")
+    flags.add_argument("--json", type=pathlib.Path, help="file for everything that is printed, in bytes and seconds")
+    flags.add_argument("--save", type=pathlib.Path, help="file for the compiled step, for config.train.executable")
     args, overrides = cli.parse(flags, argv)
-    jax.config.update("jax_platforms", "cpu")  # no device is needed, not even where there are some
+    jax.config.update("jax_platforms", "cpu")  # no accelerator is needed, even if there is one
     config = config_lib.load(args.config, overrides)
     where = topology.make(args.topology, slices=args.slices)
     cost = price.load(args.prices, where.chip_name)
@@ -47,10 +52,15 @@ def main(argv: list[str]) -> int:
     return 0 if memory.fits(built) else 1
 
 
-def suggestion(config, where: topology.Topology, built: Build, facts: dict) -> dict:
-    """Compiles candidates, prints each and the best: {"tried": [...], "best": {...} or None, "fastest": likewise}.
+def suggestion(config: Config, where: topology.Topology, built: Build, facts: report.Facts) -> dict[str, Any]:
+    """Compiles candidates and prints each of them and the best.
 
-    `built` and `facts` are what `config` itself came to.
+    Args:
+      built: the build of `config` itself.
+      facts: its record.
+
+    Returns:
+      {"tried": [...], "best": {...} or None, "fastest": {...} or None}.
     """
     share = config.data.batch_size // mesh_lib.batch_shards(built.program.mesh)
     seconds = []
@@ -60,9 +70,9 @@ def suggestion(config, where: topology.Topology, built: Build, facts: dict) -> d
         trial.model.remat, trial.train.rows_per_device = remat, rows
         other = build(trial, where)
         seconds.append(other.seconds)
-        told = report.record(other, None)
-        print(report.line(told), flush=True)
-        return suggest.Candidate(remat, rows, told["fits"], report.slowest(told))
+        other_facts = report.record(other, None)
+        print(report.line(other_facts), flush=True)
+        return suggest.Candidate(remat, rows, other_facts["fits"], report.slowest(other_facts))
 
     print(f"\n{report.line(facts)}", flush=True)
     rows = share // built.program.accumulation
@@ -71,20 +81,21 @@ def suggestion(config, where: topology.Topology, built: Build, facts: dict) -> d
     best, fastest = suggest.best(tried), suggest.fastest(tried)
     print(f"{len(seconds)} more compilations, {duration(sum(seconds))}")
     if best is None:
-        print("nothing fits: a larger config.mesh.fsdp or tensor splits the parameters over more chips")
+        print("nothing fits; a larger config.mesh.fsdp or config.mesh.tensor splits the parameters over more chips")
     else:
         print(f"suggested: {_flags(best)}")
-    if fastest not in (None, best):
-        print(f"the fastest of these by the estimate: {_flags(fastest)} ({fastest.seconds:#.3g} s a step)")
-    as_dict = lambda candidate: None if candidate is None else vars(candidate)
-    return {"tried": [vars(each) for each in tried], "best": as_dict(best), "fastest": as_dict(fastest)}
+    if fastest is not None and fastest != best:
+        print(f"fastest by the estimate: {_flags(fastest)} ({fastest.seconds:#.3g} s per step)")
+    chosen = {"best": best, "fastest": fastest}
+    return {"tried": [vars(each) for each in tried]} | {name: each and vars(each) for name, each in chosen.items()}
 
 
 def _flags(candidate: suggest.Candidate) -> str:
     return f"--config.model.remat={candidate.remat} --config.train.rows_per_device={candidate.rows}"
 
 
-def write_json(path: pathlib.Path, facts: dict) -> None:
+def write_json(path: pathlib.Path, facts: report.Facts) -> None:
+    """Writes the record for --json."""
     try:
         path.write_text(json.dumps(facts, indent=2) + "\n")
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Every field of a training run, declared and explained once, and the checks that span fields.
+"""Declares the fields of a training run, and checks the values that depend on several fields.
 
-The sections of mixers and models are declared where they are implemented (`FIELDS` of each class) and joined here.
+The fields of mixers and models are declared where they are implemented (`FIELDS` of each class) and added here.
 """
 
 import ml_collections
@@ -13,89 +13,218 @@ from mesanet_jax.schema import Config, Field
 from mesanet_jax.training import muon, optimizer, schedule
 
 RUN = {
-    "name": Field("run", "label of this run in reports"),
+    "name": Field("run", "name of the run in reports and plots"),
     "seed": Field(0, "seed of the initial parameters", at_least=0, fixed=True),
-    "steps": Field(28_610, "optimizer updates in the whole run; the learning rate ends there", at_least=1, fixed=True),
+    "steps": Field(
+        28_610,
+        "number of training steps (parameter updates); the schedules end at the last one",
+        at_least=1,
+        fixed=True,
+    ),
     "data": {
-        "path": Field("", "directory written by mesanet_jax.prepare (local or any fsspec URL)"),
+        "path": Field("", "directory written by mesanet_jax.prepare: a local path or a URL such as gs://BUCKET/DIR"),
         "split": Field("train", "split to train on", fixed=True),
         "validation_split": Field("validation", "split to evaluate on"),
-        "seq_len": Field(2048, "tokens of a row that the model reads; must be that of the data", at_least=1, fixed=True),
-        "batch_size": Field(256, "rows of a step, over all devices", at_least=1, fixed=True),
-        "seed": Field(0, "seed of the order of rows", at_least=0, fixed=True),
-    },
-    "optimizer": {
-        "name": Field("adamw", "update rule; muon: Muon for the matrices of the blocks, AdamW for the rest", choices=("adamw", "muon"), fixed=True),
-        "learning_rate": Field(1e-3, "peak learning rate", at_least=0.0, fixed=True),
-        "schedule": Field("cosine", "after the warm-up: a cosine, or constant and a linear warm-down", choices=tuple(schedule.SCHEDULES), fixed=True),
-        "warmup_steps": Field(2000, "steps of linear warm-up", at_least=0, fixed=True),
-        "warmup_from": Field(1e-6, "learning rate of the first step", at_least=0.0, fixed=True),
-        "warmdown_ratio": Field(0.65, "share of the run that is the warm-down", above=0.0, below=1.0, fixed=True),
-        "final_ratio": Field(0.1, "learning rate at the end over the peak", at_least=0.0, fixed=True),
-        "b1": Field(0.9, "decay of the gradient's mean", at_least=0.0, below=1.0, fixed=True),
-        "b2": Field(0.98, "decay of the squared gradient's mean", at_least=0.0, below=1.0, fixed=True),
-        "eps": Field(1e-8, "added to the root of the second moment", at_least=0.0, fixed=True),
-        "weight_decay": Field(0.1, "decoupled weight decay, times the learning rate", at_least=0.0, fixed=True),
-        "no_decay": Field(
-            ("embedding", "head", "scale", "bias", "lambda_raw", "A_log", "D", "mixing", "log_temperature"),
-            "parameters without weight decay, by a component of their path",
+        "seq_len": Field(
+            2048,
+            "tokens per row; must be the row length that the data were prepared with",
+            at_least=1,
             fixed=True,
         ),
-        "clip_norm": Field(1.0, "gradients are scaled down to this global norm; none: no clipping", kind=float, above=0.0, fixed=True),
+        "batch_size": Field(256, "rows per training step, over all devices", at_least=1, fixed=True),
+        "seed": Field(0, "seed of the order in which the rows are read", at_least=0, fixed=True),
+    },
+    "optimizer": {
+        "name": Field(
+            "adamw",
+            "update rule: adamw for all parameters, or muon for the matrices of the blocks and adamw for the rest",
+            choices=("adamw", "muon"),
+            fixed=True,
+        ),
+        "learning_rate": Field(1e-3, "peak learning rate", at_least=0.0, fixed=True),
+        "schedule": Field(
+            "cosine",
+            "learning rate after the warm-up: cosine falls until the last step; warmdown is constant and falls linearly"
+            " in the last part of the run",
+            choices=tuple(schedule.SCHEDULES),
+            fixed=True,
+        ),
+        "warmup_steps": Field(
+            2000,
+            "number of steps in which the learning rate rises linearly to its peak",
+            at_least=0,
+            fixed=True,
+        ),
+        "warmup_from": Field(1e-6, "learning rate of the first step of the warm-up", at_least=0.0, fixed=True),
+        "warmdown_ratio": Field(
+            0.65,
+            "share of the run that is the warm-down of schedule=warmdown",
+            above=0.0,
+            below=1.0,
+            fixed=True,
+        ),
+        "final_ratio": Field(
+            0.1,
+            "learning rate at the last step, as a fraction of the peak",
+            at_least=0.0,
+            fixed=True,
+        ),
+        "b1": Field(0.9, "decay of AdamW's running mean of the gradient", at_least=0.0, below=1.0, fixed=True),
+        "b2": Field(
+            0.98,
+            "decay of AdamW's running mean of the squared gradient",
+            at_least=0.0,
+            below=1.0,
+            fixed=True,
+        ),
+        "eps": Field(
+            1e-8,
+            "added to the root of the mean squared gradient in AdamW's denominator",
+            at_least=0.0,
+            fixed=True,
+        ),
+        "weight_decay": Field(
+            0.1,
+            "decoupled weight decay of AdamW; multiplied by the learning rate",
+            at_least=0.0,
+            fixed=True,
+        ),
+        "no_decay": Field(
+            ("embedding", "head", "scale", "bias", "lambda_raw", "A_log", "D", "mixing", "log_temperature"),
+            "parameters without weight decay: those with one of these names in their path",
+            fixed=True,
+        ),
+        "clip_norm": Field(
+            1.0,
+            "gradients with a larger global norm are scaled down to this norm; none: no clipping",
+            kind=float,
+            above=0.0,
+            fixed=True,
+        ),
         "groups": optimizer.GROUPS,
         "muon": muon.FIELDS,
     },
     "train": {
-        "rows_per_device": Field(16, "rows a device holds at once; a larger batch is accumulated inside the step", at_least=1),
-        "nonfinite": Field("stop", "a loss or gradient that is not finite: stop the run, or skip the update", choices=("stop", "skip")),
-        "max_skips": Field(10, "with skip: consecutive skipped updates before the run stops", at_least=1),
-        "watchdog_minutes": Field(20.0, "without a finished step for so long (4 times as long for the first) the run ends; none: never", kind=float, above=0.0),
-        "log_every": Field(10, "steps between log lines", at_least=1),
-        "eval_every": Field(1000, "steps between evaluations; none: only at the end", kind=int, at_least=1),
-        "eval_batches": Field(20, "batches of an evaluation during training; none: the whole split", kind=int, at_least=1),
-        "executable": Field(None, "compiled step to load, written by mesanet_jax.compile --save for this very run", kind=str),
+        "rows_per_device": Field(
+            16,
+            "largest number of rows that a device processes at once; the gradients of a larger batch are accumulated",
+            at_least=1,
+        ),
+        "nonfinite": Field(
+            "stop",
+            "what to do if the loss, the gradient or the updated parameters are not finite: stop the run, or skip the"
+            " update",
+            choices=("stop", "skip"),
+        ),
+        "max_skips": Field(
+            10,
+            "with nonfinite=skip: number of consecutive updates that may be skipped before the run stops",
+            at_least=1,
+        ),
+        "watchdog_minutes": Field(
+            20.0,
+            "the run ends if no step finishes for so many minutes (four times as many for the first step); none: never",
+            kind=float,
+            above=0.0,
+        ),
+        "log_every": Field(10, "number of steps between log lines", at_least=1),
+        "eval_every": Field(
+            1000,
+            "number of steps between evaluations on the validation split; none: only after the last step",
+            kind=int,
+            at_least=1,
+        ),
+        "eval_batches": Field(
+            20,
+            "number of batches per evaluation during training; none: the whole split",
+            kind=int,
+            at_least=1,
+        ),
+        "executable": Field(
+            None,
+            "file with the compiled training step of exactly this run, written by mesanet_jax.compile --save",
+            kind=str,
+        ),
     },
     "processes": {
-        "join_seconds": Field(600, "how long processes wait for each other at the start", at_least=1),
-        "heartbeat_seconds": Field(60, "silence of a process after which the others end", at_least=5),
+        "join_seconds": Field(
+            600,
+            "how many seconds the processes of a run wait for each other at the start",
+            at_least=1,
+        ),
+        "heartbeat_seconds": Field(
+            60,
+            "the other processes end if one of them is silent for so many seconds",
+            at_least=5,
+        ),
     },
     "checkpoint": {
-        "every": Field(1000, "steps between checkpoints", at_least=1),
-        "keep_last": Field(3, "newest checkpoints kept", at_least=1),
-        "keep_every": Field(None, "also keep every checkpoint at a multiple of this many steps", kind=int, at_least=1),
-        "init_from": Field(None, "workdir whose weights (alone) start this run", kind=str, fixed=True),
+        "every": Field(1000, "number of steps between checkpoints", at_least=1),
+        "keep_last": Field(3, "number of newest checkpoints to keep", at_least=1),
+        "keep_every": Field(
+            None,
+            "also keep every checkpoint whose step is a multiple of this; none: keep only the newest",
+            kind=int,
+            at_least=1,
+        ),
+        "init_from": Field(
+            None,
+            "workdir of another run, whose newest parameters this run starts from",
+            kind=str,
+            fixed=True,
+        ),
     },
     "mesh": {
-        "data": Field(-1, "replicas of the model; -1: all devices that remain"),
-        "fsdp": Field(1, "devices that share parameters and optimizer state by rows"),
-        "tensor": Field(1, "devices that share heads, feed-forward width and vocabulary"),
-        "sequence": Field(1, "devices that share the time of a row, a span each"),
+        "data": Field(
+            -1, "number of replicas of the model, which split the rows of a batch; -1: all remaining devices"
+        ),
+        "fsdp": Field(1, "number of devices that split the rows of a batch, the parameters and the optimizer state"),
+        "tensor": Field(1, "number of devices that split the heads, the feed-forward width and the vocabulary"),
+        "sequence": Field(1, "number of devices that split the time axis of each row; must divide data.seq_len"),
     },
     "log": {
         "tensorboard": Field(True, "write TensorBoard events to the workdir"),
-        "wandb_project": Field(None, "Weights & Biases project to report to; needs the wandb package", kind=str),
-        "progress": Field(True, "show a live progress bar"),
+        "wandb_project": Field(
+            None,
+            "Weights & Biases project to report to; needs the wandb package",
+            kind=str,
+        ),
+        "progress": Field(True, "show a live progress bar on a terminal; false: print lines"),
     },
     "profile": {
-        "start": Field(None, "first step of a profiler trace, written to the workdir", kind=int, at_least=1),
-        "steps": Field(5, "steps of the trace", at_least=1),
+        "start": Field(
+            None,
+            "first step of a profiler trace, which is written to the workdir; none: no trace",
+            kind=int,
+            at_least=1,
+        ),
+        "steps": Field(5, "number of steps in the profiler trace", at_least=1),
     },
-    "compile_cache": Field("cache", "directory of compiled programs, relative to the workdir; none: no cache", kind=str),
-}  # fmt: skip
+    "compile_cache": Field(
+        "cache",
+        "directory in which compiled programs are kept, relative to the workdir; none: no cache",
+        kind=str,
+    ),
+}
 
 
 def schema(kind: str, pattern: tuple[str, ...]) -> schema_lib.Schema:
-    """The fields of a run whose model is `kind` with the mixers of `pattern`."""
+    """Returns the fields of a run whose model is of this kind, with the mixers of `pattern`.
+
+    Raises:
+      UserError: there is no such kind or mixer.
+    """
     if kind not in MODELS:
         raise UserError(f"config.model.kind={kind}: no such model; choose from {', '.join(sorted(MODELS))}")
     mixers = MODELS[kind].MIXERS
     for name in (name for name in pattern if name not in mixers):
         raise UserError(f"config.model.pattern: no mixer {name!r}; choose from {', '.join(sorted(mixers))}")
     model = {
-        "kind": Field("language_model", "model class", choices=tuple(MODELS), fixed=True),
+        "kind": Field("language_model", "kind of model", choices=tuple(MODELS), fixed=True),
         "pattern": Field(
             ("mesa",),
-            "mixers by depth, repeated: (hawk, mesa) alternates them; of pha: those in every block",
+            "mixers of successive blocks, repeated over the depth: hawk,mesa alternates them; with kind=pha: the mixers"
+            " that every block contains",
             fixed=True,
         ),
         **MODELS[kind].FIELDS,
@@ -105,22 +234,22 @@ def schema(kind: str, pattern: tuple[str, ...]) -> schema_lib.Schema:
 
 
 def default_config(pattern: tuple[str, ...], *, kind: str = "language_model") -> Config:
-    """The defaults of a run; config files set values on it."""
+    """Returns the config with all defaults; config files set values on it."""
     config = schema_lib.build(schema(kind, pattern))
     config.model.pattern, config.model.kind = pattern, kind
     return config
 
 
 def load(spec: str, overrides: dict[str, str]) -> Config:
-    """The checked config of `--config=SPEC` and its overrides.
+    """Returns the checked config of `--config=SPEC` with overrides applied.
 
     Raises:
-      UserError: for whatever is misspelt, mistyped or impossible, before any device is touched.
+      UserError: something is misspelt, has the wrong type or is impossible. This initialises no device.
     """
     config = schema_lib.load_file(spec)
     if not isinstance(config, ml_collections.ConfigDict) or "model" not in config:
-        raise UserError(f"--config={spec}: get_config returns no training config; see configs/mesanet.py")
-    if "model.pattern" in overrides:  # first, since the pattern decides which mixers have fields
+        raise UserError(f"--config={spec}: its get_config returns no training config; see configs/mesanet.py")
+    if "model.pattern" in overrides:  # first, because the pattern decides which fields there are
         _add_mixers(config, overrides["model.pattern"])
     cli.apply_overrides(config, schema(config.model.kind, config.model.pattern), overrides)
     validate(config)
@@ -128,16 +257,24 @@ def load(spec: str, overrides: dict[str, str]) -> Config:
 
 
 def from_saved(saved: dict, overrides: dict[str, str], *, origin: str) -> Config:
-    """The checked config of a saved flat {path: value} (`schema.read_json`), plus overrides."""
+    """Returns the checked config of saved values with overrides applied.
+
+    Args:
+      saved: {path: value}, as from `schema.read_json`; fields that are missing have their defaults.
+      origin: the name of the file, for errors.
+
+    Raises:
+      UserError: the values are not a training config of this version.
+    """
     try:
         kind, pattern = saved["model.kind"], saved["model.pattern"]
     except KeyError as error:
-        raise UserError(f"{origin}: not a saved training config, it has no {error.args[0]}") from error
+        raise UserError(f"{origin}: not a saved training config, it lacks {error.args[0]}") from error
     fields = schema(kind, pattern)
     config = schema_lib.build(fields)
     known = schema_lib.flatten(fields)
     for path in saved.keys() - known.keys():
-        raise UserError(f"{origin}: config.{path} is not a field of this version")
+        raise UserError(f"{origin}: config.{path} is not a field in this version of mesanet_jax")
     config.update_from_flattened_dict(saved)
     cli.apply_overrides(config, fields, overrides)
     validate(config)
@@ -145,6 +282,7 @@ def from_saved(saved: dict, overrides: dict[str, str], *, origin: str) -> Config
 
 
 def _add_mixers(config: Config, pattern_text: str) -> None:
+    """Sets the pattern, and gives the config the fields of the pattern's mixers, and of no other mixers."""
     pattern = schema_lib.parse(Field(("",), ""), pattern_text, path="model.pattern")
     defaults = default_config(pattern, kind=config.model.kind).model
     with config.unlocked():
@@ -157,16 +295,17 @@ def _add_mixers(config: Config, pattern_text: str) -> None:
 
 
 def validate(config: Config) -> None:
-    """The checks of single fields, then those that span fields."""
+    """Raises UserError for a value that is not allowed by its field, or by the other fields."""
     schema_lib.check(config, schema(config.model.kind, config.model.pattern))
     model = config.model
     if not model.pattern:
-        raise UserError("config.model.pattern: names no mixer")
+        raise UserError("config.model.pattern: is empty; name at least one mixer")
     optimizer.check(config)
     for axis, size in config.mesh.items():
         if size < 1 and not (axis == "data" and size == -1):
             raise UserError(
-                f"config.mesh.{axis}={size}: must be at least 1" + (", or -1 for the rest" if axis == "data" else "")
+                f"config.mesh.{axis}={size}: must be at least 1"
+                + (", or -1 for all remaining devices" if axis == "data" else "")
             )
     if config.data.seq_len % config.mesh.sequence:
         raise UserError(
@@ -178,7 +317,11 @@ def validate(config: Config) -> None:
 
 
 def differences(saved: dict, config: Config) -> tuple[list[str], list[str]]:
-    """What differs between a workdir's saved config and this one: (refused on resume, merely reported), one line each."""
+    """Compares the saved config of a workdir with the config that resumes it.
+
+    Returns:
+      (refused, reported): a line for each field that differs but is fixed, and for each other field that differs.
+    """
     fields = schema_lib.flatten(schema(config.model.kind, config.model.pattern))
     now = {
         key: tuple(value) if isinstance(value, list) else value
@@ -186,7 +329,7 @@ def differences(saved: dict, config: Config) -> tuple[list[str], list[str]]:
     }
     refused, reported = [], []
     for path in sorted(saved.keys() | now.keys()):
-        # A run that began before a field was declared had its default.
+        # A run that began before a field was introduced had its default.
         absent = fields[path].default if path in fields else "(absent)"
         before, after = saved.get(path, absent), now.get(path, "(absent)")
         if before != after:

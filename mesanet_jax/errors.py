@@ -1,8 +1,8 @@
-"""The one exception for mistakes a user can make."""
+"""The exception for mistakes that a user can make."""
 
 
 class UserError(Exception):
-    """A mistake of the user's: its text is one line saying what is wrong, where, and what to do.
+    """A mistake of the user; its text is one line that says what is wrong, where, and what to do.
 
-    Entry points print the line without a traceback and exit with status 2 (`mesanet_jax.cli`).
+    Commands print this line without a traceback and exit with status 2 (`mesanet_jax.cli.run`).
     """

@@ -1,9 +1,9 @@
-"""The few parametrised layers that every family shares.
+"""The parametrised layers that all families share, and the elementwise functions around them.
+
+Every parameter is an `nnx.Param` with the logical names of its axes (`mesanet_jax.mesh` maps them to devices).
+Parameters are float32. Layers compute in the dtype of their input, and reductions in float32.
 
 B batch, T time, D model width, F feed-forward width, H heads, K head size, E any input size, O any output size.
-
-Every parameter is an `nnx.Param` that carries the logical names of its axes (`mesanet_jax.mesh`). Parameters are
-float32; layers compute in the dtype of their input, reductions in float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +17,21 @@ Initializer = Callable[..., jax.Array]
 
 
 def param(rngs: nnx.Rngs, init: Initializer, shape: Sequence[int], axes: Sequence[str | None]) -> nnx.Param:
-    """A float32 parameter whose dimensions are named `axes`."""
+    """Returns a float32 parameter whose dimensions have the logical names `axes`."""
     return nnx.Param(init(rngs.params(), tuple(shape), jnp.float32), axes=tuple(axes))
 
 
 def fan_in_normal(scale: float = 1.0) -> Initializer:
-    """Normal with variance scale / fan_in (MesaNet, appendix G: all weights, scale 2/N towards the residual)."""
+    """Returns the normal initializer with variance scale / fan_in.
+
+    MesaNet (appendix G) uses it for all weights, with scale 2 / layers for those whose output enters the residual
+    stream.
+    """
     return jax.nn.initializers.variance_scaling(scale, "fan_in", "normal")
 
 
 class Linear(nnx.Module):
-    """[..., E] -> [..., O]."""
+    """A matrix, and a bias if it has an initializer: [..., E] -> [..., O]."""
 
     def __init__(
         self,
@@ -42,7 +46,7 @@ class Linear(nnx.Module):
         self.kernel = param(rngs, init or fan_in_normal(), (in_size, out_size), axes)
         self.bias = param(rngs, bias_init, (out_size,), axes[1:]) if bias_init else None
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         y = x @ self.kernel[...].astype(x.dtype)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
@@ -54,24 +58,24 @@ class RMSNorm(nnx.Module):
         self.scale = param(rngs, jax.nn.initializers.ones, (size,), axes)
         self.eps = eps
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         return _rms_norm(x, self.scale[...], self.eps)
 
 
 class SwiGLU(nnx.Module):
-    """Two branches D -> F, SiLU on one, their product back to D (MesaNet, appendix E)."""
+    """Two branches D -> F, SiLU on one of them, and their product back to D (MesaNet, appendix E)."""
 
     def __init__(self, dim: int, hidden: int, *, rngs: nnx.Rngs, out_init: Initializer):
         self.gate = Linear(dim, hidden, axes=("embed", "mlp"), rngs=rngs)
         self.up = Linear(dim, hidden, axes=("embed", "mlp"), rngs=rngs)
         self.down = Linear(hidden, dim, axes=("mlp", "embed"), rngs=rngs, init=out_init)
 
-    def __call__(self, x_BTD):
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return self.down(_silu_product(self.gate(x_BTD), self.up(x_BTD)))
 
 
-# Elementwise work is cheaper to do again than to keep: float32 copies in the norms and the factors of SiLU were half of
-# what a Transformer block saved. No barrier against CSE: the loop over blocks separates the two passes already.
+# The backward pass recomputes elementwise work: it costs less than keeping its float32 copies in memory. There is no
+# guard against merging the two computations, since the loop over blocks separates the passes already.
 _recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 
@@ -83,8 +87,8 @@ def _rms_norm(x, scale_D, eps):
 
 
 @partial(_recomputed, static_argnums=1)
-def rms_normalize(x, eps: float):
-    """x / rms(x) over the last axis, in float32: RMSNorm without a gain."""
+def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
+    """Returns x / rms(x) over the last axis, computed in float32: RMSNorm without a scale."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
@@ -94,14 +98,17 @@ def _silu_product(gate, up):
     return jax.nn.silu(gate) * up
 
 
-def l2_normalize(x, *, eps: float = 1e-6):
-    """x / ||x|| over the last axis, in float32, eps inside the root (MesaNet, appendix E)."""
+def l2_normalize(x: jax.Array, *, eps: float = 1e-6) -> jax.Array:
+    """Returns x / sqrt(|x|^2 + eps) over the last axis, computed in float32 (MesaNet, appendix E)."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(jnp.sum(jnp.square(x32), axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
-def rotary(x_BTHK, positions_T, *, base: float):
-    """Rotary position embedding, half-split pairs (Su et al. 2021), angles in float32."""
+def rotary(x_BTHK: jax.Array, positions_T: jax.Array, *, base: float) -> jax.Array:
+    """Applies the rotary position embedding (RoFormer, arXiv 2104.09864), with angles in float32.
+
+    A pair consists of a channel in the first half of a head and the channel at the same place in the second half.
+    """
     half = x_BTHK.shape[-1] // 2
     frequencies = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles_T1F = positions_T.astype(jnp.float32)[:, None, None] * frequencies
@@ -112,7 +119,7 @@ def rotary(x_BTHK, positions_T, *, base: float):
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, *, rngs: nnx.Rngs) -> nnx.Module:
-    """`count` independently initialised copies of a module as one module whose parameters have a leading axis."""
+    """Returns `count` independently initialised copies of a module as one, whose parameters have a leading axis."""
     keys = jax.random.split(rngs.params(), count)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
     return nnx.merge(graphdef, jax.vmap(lambda key: nnx.state(make(nnx.Rngs(params=key))))(keys))

@@ -4,6 +4,7 @@ Parameters and activations carry logical axis names ("embed", "heads", ...); onl
 stands for. All mesh axes are `Auto`: the compiler propagates shardings from the parameters and the batch.
 """
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -14,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesanet_jax.errors import UserError
-from mesanet_kernels import use_mesh_axes
+from mesanet_kernels import mesh_axes
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 LAYOUT = ("data", "fsdp", "sequence", "tensor")  # devices along the last ones are neighbours: they talk the most
@@ -29,8 +30,14 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "vocab": "tensor",
     None: None,
 }
-use_mesh_axes(batch=RULES["batch"], heads=(RULES["heads"],), time=(RULES["time"],))
 ROWS = ("batch", "time")  # of an array of a batch
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """Runs on `mesh`: enters `jax.set_mesh`, and tells the kernels which of its axes split batch, heads and time."""
+    with jax.set_mesh(mesh), mesh_axes(batch=RULES["batch"], heads=(RULES["heads"],), time=(RULES["time"],)):
+        yield
 
 
 def make_mesh(sizes: Sequence[int], devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:

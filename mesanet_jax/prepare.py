@@ -1,8 +1,9 @@
-"""Turns text corpora into packed rows.
+"""Prepares a corpus for training: tokenizes texts and packs them into rows.
 
-python -m mesanet_jax.prepare --config=configs/prepare.py:demo --config.output=DIR
+    python -m mesanet_jax.prepare --config=configs/prepare.py:demo --config.output=DIR
 
-Rerunning the same command goes on where it stopped. Neither the number of workers nor interruptions change the result.
+An interrupted preparation resumes if the same command is given again. The result depends neither on interruptions nor
+on the number of workers. docs/data.md describes inputs, presets and results; --help-config lists all fields.
 """
 
 import functools
@@ -17,17 +18,22 @@ from tqdm import tqdm
 from mesanet_jax import cli, schema
 from mesanet_jax.data import manifest, pack_unit, plan, pool, settings, tokenizer_training
 from mesanet_jax.data.files import Directory
+from mesanet_jax.data.hashing import sha256_of_json
 from mesanet_jax.data.pack_unit import Job
 from mesanet_jax.data.plan import Unit
 from mesanet_jax.data.problems import Problems
 from mesanet_jax.data.schema import SCHEMA
 from mesanet_jax.schema import Config
 
-Records = Iterator[tuple[int, dict[str, Any]]]  # a unit's index and what it gave
+Records = Iterator[tuple[int, dict[str, Any]]]  # the index of a unit, and its record
 
 
 def prepare(config: Config) -> dict[str, Any]:
-    """Runs a preparation to its end and returns its manifest. Raises UserError for what the user can mend."""
+    """Runs a preparation, or resumes it, and returns its manifest.
+
+    Raises:
+      UserError: the config or the input is wrong, or the output cannot be written.
+    """
     settings.check(config)
     sources = settings.sources(config)
     chosen = settings.settings(config, sources)
@@ -39,7 +45,7 @@ def prepare(config: Config) -> dict[str, Any]:
         return manifest.read(directory)
 
     tokens = tokenizer_training.provide(config, sources, directory)
-    job = _job(config, manifest.digest([chosen, tokens.hash, manifest.COUNTS]))
+    job = _job(config, sha256_of_json([chosen, tokens.hash, manifest.COUNTS]))
     units = plan.units(
         sources,
         format=config.format,
@@ -69,7 +75,7 @@ def _job(config: Config, settings_hash: str) -> Job:
 
 
 def _all(config: Config, job: Job, units: list[Unit], bar: "_Bar") -> Records:
-    """Every unit: those an earlier run finished, then the others, by a pool, as they finish."""
+    """Yields the units that an earlier run finished, then the others as the workers finish them."""
     sizes = Directory(job.output).sizes()
     todo = []
     for unit in units:
@@ -91,7 +97,7 @@ def _indexed(job: Job, unit: Unit, report: pool.Report) -> tuple[int, dict[str, 
 
 
 def _limited(config: Config, job: Job, units: list[Unit], bar: "_Bar") -> Records:
-    """The units of the first `limit_documents` training documents, one after the other; other splits whole."""
+    """Yields the units of the first `limit_documents` training documents, in order, and all units of other splits."""
     left = config.limit_documents
     for unit in units:
         limit = left if unit.split == "train" else None
@@ -105,7 +111,7 @@ def _limited(config: Config, job: Job, units: list[Unit], bar: "_Bar") -> Record
 
 
 class _Bar:
-    """The progress bar: units done, documents, megabytes a second."""
+    """A progress bar that shows the number of finished units and documents, and megabytes per second."""
 
     def __init__(self, units: int):
         self._bar = tqdm(total=units, unit="unit", disable=None)
@@ -114,35 +120,45 @@ class _Bar:
     def __enter__(self) -> "_Bar":
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.close()
 
     def report(self, documents: int, size: int) -> None:
+        """Adds documents and bytes of text that have been processed."""
         self._documents += documents
         self._bytes += size
         speed = self._bytes / 1e6 / (time.monotonic() - self._begin)
         self._bar.set_postfix_str(f"{self._documents:,} documents, {self._bytes / 1e6:,.0f} MB, {speed:.1f} MB/s")
 
     def unit_done(self) -> None:
+        """Counts a finished unit."""
         self._bar.update()
 
 
 def _print_summary(output: str, done: dict[str, Any]) -> None:
     for split, record in done["splits"].items():
+        bytes_per_token = record["text_bytes"] / record["tokens"]
         print(
-            f"{output}: {split}: {record['documents']:,} documents, {record['tokens']:,} tokens of "
-            f"{record['text_bytes'] / record['tokens']:.2f} bytes, {record['rows']:,} rows of {done['seq_len']} + 1"
+            f"{output}: {split}: {record['documents']:,} documents, {record['tokens']:,} tokens"
+            f" ({bytes_per_token:.2f} bytes per token), {record['rows']:,} rows of {done['seq_len'] + 1} tokens"
         )
     for kind, count in done["problems"]["counts"].items():
-        print(f"{output}: passed over: {count} x {kind}")
+        print(f"{output}: skipped: {kind}: {count}")
     for place in done["problems"]["places"]:
         print(f"  {place}")
 
 
 def main(argv: list[str]) -> int:
+    """Runs the command and returns its exit status."""
     flags = cli.parser(__doc__)
-    flags.add_argument("--config", default="configs/prepare.py:demo", help="configs/prepare.py:PRESET")
-    flags.add_argument("--help-config", action="store_true", help="list the fields of the config and exit")
+    flags.add_argument(
+        "--config",
+        default="configs/prepare.py:demo",
+        help="the preset, as configs/prepare.py:NAME (default: configs/prepare.py:demo)",
+    )
+    flags.add_argument(
+        "--help-config", action="store_true", help="print the fields of the config with their meaning, and exit"
+    )
     args, overrides = cli.parse(flags, argv)
     if args.help_config:
         print(schema.describe(SCHEMA))
@@ -152,7 +168,10 @@ def main(argv: list[str]) -> int:
     try:
         prepare(config)
     except KeyboardInterrupt:
-        print(f"interrupted; finished units are kept in {config.output}: rerun to go on", file=sys.stderr)
+        print(
+            f"interrupted; finished units are kept in {config.output}; to resume, run the same command again",
+            file=sys.stderr,
+        )
         return 130
     return 0
 

@@ -1,7 +1,7 @@
-"""Declared configs: every field has a default, a type and one sentence, and nothing else is accepted.
+"""Configs with declared fields: every field has a default, a type and a description, and no other field is accepted.
 
-A schema is a nested dict of `Field`s. From it come an `ml_collections.ConfigDict` (locked, so a config file cannot
-invent keys), the parsing of `--config.a.b=value` overrides, and the one-line errors. Knows no model and no jax.
+A schema is a nested dict of `Field`s. `build` makes a locked `ml_collections.ConfigDict` of it, so that a config file
+cannot add fields; `parse` and `check` validate values with errors of one line. This module knows no model and no jax.
 """
 
 import ast
@@ -13,6 +13,7 @@ import math
 import pathlib
 import re
 import sys
+import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,16 @@ from mesanet_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One declared config field.
+    """The declaration of a config field.
 
-    `kind` is the value's type when `default` is None; `fixed` marks what a resumed run may not change;
-    `at_least` is an inclusive lower bound, `above` and `below` are exclusive ones.
+    Attributes:
+      default: the value unless a config file or an override sets another.
+      doc: what the field means and its unit, without a period at the end.
+      kind: for a field that may be None, the type of its other values.
+      choices: the allowed values; empty: all.
+      at_least: an inclusive lower bound.
+      above, below: exclusive bounds.
+      fixed: whether a run that is resumed may not change the field.
     """
 
     default: Any
@@ -40,10 +47,12 @@ class Field:
 
     @property
     def type(self) -> type:
+        """The type of the field's values, None aside."""
         return self.kind or type(self.default)
 
     @property
     def optional(self) -> bool:
+        """Whether the value may be None."""
         return self.kind is not None
 
 
@@ -55,9 +64,11 @@ if TYPE_CHECKING:
 else:
     Config = ml_collections.ConfigDict
 
+_WIDTH = 100  # columns of help texts
+
 
 def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': 1}} -> {'a.b': 1}, for schemas, configs and plain dicts alike."""
+    """Flattens a schema, a config or a nested dict: {'a': {'b': 1}} -> {'a.b': 1}."""
     flat = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
@@ -69,7 +80,7 @@ def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
 
 
 def build(schema: Schema) -> Config:
-    """The locked ConfigDict of a schema's defaults."""
+    """Returns the locked config with the defaults of a schema."""
 
     def values(node: Schema) -> dict:
         return {key: _initial(item) if isinstance(item, Field) else values(item) for key, item in node.items()}
@@ -87,7 +98,7 @@ def _initial(field: Field) -> Any:
 
 
 def unknown_key(path: str, known: Mapping[str, Any], *, prefix: str) -> UserError:
-    """The error for a field nobody declared, with the nearest declared one."""
+    """Returns the error for an unknown field, with the most similar field as a suggestion."""
     leaf = path.rsplit(".", 1)[-1]
     near = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
     near = near or [key for key in known if key.rsplit(".", 1)[-1] == leaf][:1]
@@ -97,7 +108,11 @@ def unknown_key(path: str, known: Mapping[str, Any], *, prefix: str) -> UserErro
 
 
 def parse(field: Field, text: str, *, path: str) -> Any:
-    """The value of an override's text, by the field's declared type."""
+    """Parses the text of an override by the type of its field.
+
+    Raises:
+      UserError: the text is not a value of this type.
+    """
     if field.optional and text.lower() in ("none", "null", ""):
         return None
     try:
@@ -144,7 +159,7 @@ _PARSERS = {int: _parse_int, float: _parse_float, bool: _parse_bool, str: str, t
 
 
 def check(config: Config, schema: Schema, *, prefix: str = "config.") -> None:
-    """Every declared field present, no other, each within its choices and bounds."""
+    """Raises UserError unless the config has exactly the fields of the schema, with values that they allow."""
     fields, values = flatten(schema), flatten(config)
     for path, value in values.items():
         if path not in fields:
@@ -168,26 +183,34 @@ def check(config: Config, schema: Schema, *, prefix: str = "config.") -> None:
 
 
 def _has_type(value: Any, kind: type) -> bool:
-    """Whole numbers are numbers too, but True is not 1, and NaN is not a number at all."""
+    """Whether a value has a type; an int is also a float, but True is not an int, and NaN is not a float."""
     if kind is float:
         return type(value) in (int, float) and math.isfinite(value)
     return type(value) is kind
 
 
 def load_file(spec: str) -> Config:
-    """The config of `path.py` or `path.py:argument` (its `get_config`)."""
+    """Returns the config of `--config=SPEC`, which its file's `get_config` makes.
+
+    While a file outside the shipped configs is loaded, it can import the other files of its folder by the folder's
+    name, as in `from my_configs.shared import learning_rate`.
+
+    Args:
+      spec: a file or the name of a shipped config, and optionally an argument for `get_config`: "configs/mesanet.py",
+        "configs/mesanet.py:140m" or "mesanet:140m". A file is looked up in the current directory first, then among the
+        shipped configs.
+
+    Raises:
+      UserError: there is no such config, or its file raised an exception.
+    """
     name, _, argument = spec.partition(":")
-    path = pathlib.Path(name)
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else "; shipped configs are in configs/"
-        raise UserError(f"--config={spec}: no file {name}{hint}")
+    path = _find_config(name, spec=spec)
     module_spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
-    if module_spec is None:
+    if module_spec is None or module_spec.loader is None:
         raise UserError(f"--config={spec}: {name} is not a Python file")
     module = importlib.util.module_from_spec(module_spec)
-    root = str(path.resolve().parent.parent)  # so that a config file may import its neighbours as `configs.x`
-    sys.path.insert(0, root)
+    neighbours = [] if path.parent == _shipped_configs() else [str(path.resolve().parent.parent)]
+    sys.path[:0] = neighbours
     try:
         module_spec.loader.exec_module(module)
         return module.get_config(argument) if argument else module.get_config()
@@ -196,7 +219,39 @@ def load_file(spec: str) -> Config:
     except Exception as error:  # the file is the user's, and so is whatever it raises
         raise UserError(f"--config={spec}: {type(error).__name__}: {_one_line(error)}") from error
     finally:
-        sys.path.remove(root)
+        for folder in neighbours:
+            sys.path.remove(folder)
+
+
+def _find_config(name: str, *, spec: str) -> pathlib.Path:
+    """Returns the file of a config, given its path or the name of a family.
+
+    Raises:
+      UserError: there is none; the message has the nearest name.
+    """
+    path, shipped = pathlib.Path(name), _shipped_configs()
+    is_family = path.name == name and not path.suffix
+    if is_family:
+        candidates = [path, pathlib.Path("configs", f"{name}.py"), shipped / f"{name}.py"]
+    elif path.parent == pathlib.Path("configs"):
+        candidates = [path, shipped / path.name]
+    else:
+        candidates = [path]
+    found = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if found is not None:
+        return found
+    families = sorted(file.stem for file in shipped.glob("*.py"))
+    known = [str(file) for file in path.parent.glob("*.py")] + [f"configs/{family}.py" for family in families]
+    near = difflib.get_close_matches(str(path), families if is_family else known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"shipped configs: {', '.join(families)}"
+    missing = f"no file {name} and no shipped config of that name" if is_family else f"no file {name}"
+    raise UserError(f"--config={spec}: {missing}; {hint}")
+
+
+def _shipped_configs() -> pathlib.Path:
+    """Returns the folder of the shipped configs: beside this file in a wheel, at the top of a checkout."""
+    installed = pathlib.Path(__file__).parent / "configs"
+    return installed if installed.is_dir() else pathlib.Path(__file__).parents[1] / "configs"
 
 
 def _one_line(error: Exception) -> str:
@@ -207,17 +262,36 @@ def _one_line(error: Exception) -> str:
 
 
 def to_json(config: Config) -> str:
+    """Returns a config as JSON text, for `read_json`."""
     return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A saved config as flat {path: value}; lists become tuples again."""
+    """Reads a saved config as {path: value}; lists become tuples again."""
     flat = flatten(json.loads(path.read_text()))
     return {key: tuple(value) if isinstance(value, list) else value for key, value in flat.items()}
 
 
 def describe(schema: Schema) -> str:
-    """One line a field: name, default, sentence. What `--help-config` prints."""
+    """Returns the help text of a schema for --help-config: each field with its default, its description and choices."""
+    lines = ["The fields of a config and their defaults; a config file may set other values."]
     fields = flatten(schema)
-    width = max(map(len, fields))
-    return "\n".join(f"{path:{width}}  {field.default!r:>12}  {field.doc}" for path, field in fields.items())
+    if any(field.fixed for field in fields.values()):
+        lines.append("A run that is resumed must keep the values of fields that are marked (fixed).")
+    for path, field in fields.items():
+        lines += ["", f"--config.{path}={_as_text(field.default)}"]
+        lines += textwrap.wrap(_description(field), _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _as_text(value: Any) -> str:
+    """A value in the form that `parse` reads."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _description(field: Field) -> str:
+    """The description of a field, its choices, and whether a resumed run may change it."""
+    choices = f" [{', '.join(map(str, field.choices))}]" if field.choices else ""
+    return f"{field.doc}{choices}{' (fixed)' if field.fixed else ''}"

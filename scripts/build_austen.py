@@ -1,14 +1,14 @@
-"""Builds the embedded corpus: `python scripts/build_austen.py FOLDER` with the six novels as .txt files.
+"""Builds the embedded corpus from a folder with the six novels as .txt files: `python -m scripts.build_austen FOLDER`
 
-A chapter is a document, its heading kept; a volume's heading goes with its first chapter. Of each novel the 4 % of
-chapters with the smallest hashes are the validation split.
+Each chapter, with its heading, is a document; the heading of a volume belongs to its first chapter. The validation
+split consists of the 4 % of each novel's chapters whose hashes are smallest.
 """
 
+import argparse
 import hashlib
 import json
 import pathlib
 import re
-import sys
 
 import zstandard
 
@@ -18,20 +18,23 @@ _VALIDATION_FRACTION = 0.04
 
 
 def chapters(text: str) -> list[str]:
-    """The text cut before each heading; the title page goes with the first chapter."""
+    """Returns the text, cut before each heading; the title page belongs to the first chapter."""
     cuts = [0, *[match.start() for match in _CHAPTER.finditer(text)][1:], len(text)]
     return [text[begin:end].strip() for begin, end in zip(cuts, cuts[1:])]
 
 
 def held_out(texts: list[str]) -> set[int]:
-    """Which chapters of one novel are for validation."""
+    """Returns the indices of the chapters of a novel that are for validation."""
     by_hash = sorted(range(len(texts)), key=lambda index: hashlib.sha256(texts[index].encode()).hexdigest())
     return set(by_hash[: max(1, round(_VALIDATION_FRACTION * len(texts)))])
 
 
-def main(folder: str) -> None:
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("folder", type=pathlib.Path, help="folder with the novels as .txt files")
+    folder = flags.parse_args().folder
     splits: dict[str, list[str]] = {"train": [], "validation": []}
-    for path in sorted(pathlib.Path(folder).glob("*.txt")):
+    for path in sorted(folder.glob("*.txt")):
         texts = chapters(path.read_text(encoding="utf-8"))
         validation = held_out(texts)
         for index, text in enumerate(texts):
@@ -45,4 +48,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with the locked dependencies and this project in it: scripts/make_venv.sh [DIR].
+# Creates a virtual environment with the pinned dependencies and this project: scripts/make_venv.sh [DIR].
 # Looks for Python >= 3.12 in $PYTHON, on the PATH and among pyenv's versions.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,11 +16,11 @@ for candidate in ${PYTHON:-} python3.12 python3.13 python3 python \
   fi
 done
 if [ -z "$python" ]; then
-  echo "error: no Python 3.12 or 3.13 with venv found; install one (Debian: python3.12-venv; pyenv install 3.12) or name it: PYTHON=/path/to/python make" >&2
+  echo "error: found no Python 3.12 or 3.13 with venv; install one (Debian: python3.12-venv; pyenv install 3.12), or set PYTHON=/path/to/python" >&2
   exit 2
 fi
 
-echo "making $venv with $("$python" --version) ($python) and installing the locked packages: about a minute"
+echo "creating $venv with $("$python" --version) ($python) and installing the pinned packages, which takes about a minute"
 "$python" -m venv --clear "$venv"
 "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 touch "$venv/installed"

@@ -1,4 +1,4 @@
-"""A step compiled for a CPU topology: its memory, the file it is saved to, `train` with that file, and the command."""
+"""Tests a step compiled for a CPU topology: its memory, its file, `train` with that file, and the command."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def test_saved_step_is_the_one_that_train_would_compile(built, tmp_path):
     executable.save(path, built.executable, built.config, built.program.mesh)
     batch = mesh_lib.place_batch(ragged_batch(built.config), built.program.mesh)
     loaded = executable.load(path, built.config, built.program)
-    with jax.set_mesh(built.program.mesh):
+    with mesh_lib.use_mesh(built.program.mesh):
         ours, theirs = (step(built.program.init(jax.random.key(0)), batch) for step in (loaded, built.program.train))
     assert_bitwise(ours, theirs)
 
@@ -48,8 +48,8 @@ def test_saved_step_is_the_one_that_train_would_compile(built, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"optimizer.learning_rate": 0.5}, r"config.optimizer.learning_rate: 0.005 there, 0.5 here"),
-        ({"mesh.tensor": 1}, r"mesh.tensor: 2 there, 1 here"),
+        ({"optimizer.learning_rate": 0.5}, r"config.optimizer.learning_rate: 0.005 in the file, 0.5 here"),
+        ({"mesh.tensor": 1}, r"mesh.tensor: 2 in the file, 1 here"),
         ({"train.log_every": 7, "name": "other"}, None),
     ],
     ids=str,
@@ -80,7 +80,7 @@ def test_other_versions_chips_and_code_are_refused(built, tmp_path, change):
     node = saved[parents[0]] if parents else saved
     node[leaf] = "another"
     path.write_bytes(json.dumps(saved).encode() + b"\n" + payload)
-    with pytest.raises(UserError, match=f"{change}: another there"):
+    with pytest.raises(UserError, match=f"{change}: another in the file"):
         executable.load(path, built.config, built.program)
 
 
@@ -94,12 +94,17 @@ def test_a_file_that_is_no_step_is_refused(built, tmp_path):
 
 
 def test_train_loads_the_saved_step(tiny_data, tmp_path, capsys):
-    """A run with it has the losses of a run that compiles; with another learning rate it is refused."""
+    """A run with the saved step has the losses of a run that compiles; another learning rate is refused."""
     config = [
-        "--config=configs/transformer.py:smoke", "--config.steps=3", "--config.model.layers=1", f"--config.data.path={tiny_data}",
-        f"--config.model.vocab_size={PackedRows(tiny_data, 'train').vocab_size}", "--config.log.tensorboard=false",
-        "--config.compile_cache=none", "--config.train.eval_batches=1",
-    ]  # fmt: skip
+        "--config=configs/transformer.py:smoke",
+        "--config.steps=3",
+        "--config.model.layers=1",
+        f"--config.data.path={tiny_data}",
+        f"--config.model.vocab_size={PackedRows(tiny_data, 'train').vocab_size}",
+        "--config.log.tensorboard=false",
+        "--config.compile_cache=none",
+        "--config.train.eval_batches=1",
+    ]
     step = tmp_path / "step"
     assert compile_lib.main([*config, "--topology=cpu:8", f"--save={step}"]) == 0
     losses = []
@@ -108,25 +113,25 @@ def test_train_loads_the_saved_step(tiny_data, tmp_path, capsys):
         records = read_json_lines(tmp_path / name / "metrics.jsonl")
         losses.append([record["loss"] for record in records if "loss" in record])
     assert len(losses[0]) == 3 and losses[0] == losses[1]
-    with pytest.raises(UserError, match="config.optimizer.learning_rate: 0.005 there, 0.1 here"):
-        train.main(
-            [
-                *config,
-                "--config.optimizer.learning_rate=0.1",
-                f"--config.train.executable={step}",
-                f"--workdir={tmp_path / 'no'}",
-            ]
-        )
+    with pytest.raises(UserError, match="config.optimizer.learning_rate: 0.005 in the file, 0.1 here"):
+        more = ["--config.optimizer.learning_rate=0.1", f"--config.train.executable={step}"]
+        train.main([*config, *more, f"--workdir={tmp_path / 'no'}"])
 
 
 def test_command_prints_saves_and_suggests(tmp_path):
-    """In its own process, which has one CPU device until the topology asks for four."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mesanet_jax.compile", "--config=configs/transformer.py:smoke", "--topology=cpu:4",
-         "--config.data.batch_size=4", "--config.model.layers=1", "--config.data.seq_len=16", f"--json={tmp_path / 'facts.json'}", "--suggest",
-         f"--save={tmp_path / 'step'}"],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
+    """The command runs in its own process, which has one CPU device until the topology asks for four."""
+    flags = [
+        "--config=configs/transformer.py:smoke",
+        "--topology=cpu:4",
+        "--config.data.batch_size=4",
+        "--config.model.layers=1",
+        "--config.data.seq_len=16",
+        f"--json={tmp_path / 'facts.json'}",
+        "--suggest",
+        f"--save={tmp_path / 'step'}",
+    ]
+    command = [sys.executable, "-m", "mesanet_jax.compile", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["mesh"]["data"] == facts["chips"] == 4 and facts["fits"]

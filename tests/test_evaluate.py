@@ -1,4 +1,4 @@
-"""Evaluation against its definitions, and the command from a workdir to its files."""
+"""Tests evaluation against its definitions, and the command from a workdir to its files."""
 
 import json
 import math
@@ -13,6 +13,7 @@ from mesanet_jax.data.loader import eval_batches
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
 from mesanet_jax.evals.perplexity import evaluate_rows, position_buckets
+from mesanet_jax.training.data import check_tokenizer
 from tests.helpers.tiny_run import prepare_data, save_run
 
 TOKEN_BYTES = np.array([0, 1, 2, 3])  # id 0 is special
@@ -24,12 +25,12 @@ def batch(targets, weights):
 
 
 def constant_loss(nats):
-    """A scoring function whose nats are given, times the weights."""
+    """Returns a scoring function with the given nats, times the weights."""
     return lambda params, batch: (np.array(nats, np.float32) * batch["weights"], {}, {})
 
 
 def test_bits_per_byte_by_hand():
-    """Tokens of 2 and 3 bytes cost 1 and 4 nats; a special token's 7 nats are in the loss alone, a masked one in none."""
+    """Tokens of 2 and 3 bytes cost 1 and 4 nats. Only the loss counts the 7 nats of a special token."""
     rows = batch([[2, 3, 0, 1]], [[1, 1, 1, 0]])
     result = evaluate_rows(constant_loss([[1.0, 4.0, 7.0, 100.0]]), None, [rows], TOKEN_BYTES)
     assert result.loss == 12 / 3
@@ -41,7 +42,7 @@ def test_bits_per_byte_by_hand():
 
 
 def test_ragged_batches_weigh_by_tokens():
-    """One token of 1 nat and three of 2 nats: 7/4, where a mean of means would say 1.5."""
+    """One token of 1 nat and three of 2 nats have the mean 7/4; a mean of means would be 1.5."""
     nats = iter(([[1.0, 9.0, 9.0]], [[2.0, 2.0, 2.0]]))
     scores_fn = lambda params, batch: (np.array(next(nats), np.float32) * batch["weights"], {}, {})
     batches = [batch([[1, 1, 1]], [[1, 0, 0]]), batch([[1, 1, 1]], [[1, 1, 1]])]
@@ -49,7 +50,7 @@ def test_ragged_batches_weigh_by_tokens():
 
 
 def test_other_modes_are_scored_on_the_same_tokens():
-    """Two ways to compute the loss, and a count of the computation: weighted alike, with the gap between them."""
+    """Two ways to compute the loss and a count of the computation: the same weights, and the gap between the two."""
     counts = iter((4, 7))
     one, other = np.array([[1.0, 4.0]]), np.array([[0.5, 3.0]])
     scores_fn = lambda params, batch: (
@@ -65,18 +66,18 @@ def test_other_modes_are_scored_on_the_same_tokens():
     assert scalars["validation_bits_per_byte_lifted"] == pytest.approx(4.0 / (math.log(2) * 7), rel=1e-12)
 
 
-def test_foretold_are_those_with_more_than_half_of_the_probability():
+def test_p_correct_over_half_counts_tokens_with_more_than_half_of_the_probability():
     """Two of three valid tokens are likelier than 1/2; a masked one, whose nats are 0, counts in neither number."""
     rows = batch([[1, 2, 3, 1]], [[1, 1, 1, 0]])
     result = evaluate_rows(constant_loss([[0.69, 0.70, 0.0, 0.0]]), None, [rows], TOKEN_BYTES)
-    assert result.foretold == pytest.approx(2 / 3)
+    assert result.p_correct_over_half == pytest.approx(2 / 3)
 
 
 def test_no_bytes_and_no_tokens():
     result = evaluate_rows(constant_loss([[3.0]]), None, [batch([[0]], [[1]])], TOKEN_BYTES)
     assert result.bits_per_byte is None and "validation_bits_per_byte" not in result.scalars()
     for batches in ([], [batch([[1]], [[0]])]):
-        with pytest.raises(UserError, match="no valid token"):
+        with pytest.raises(UserError, match="no row holds a token to score"):
             evaluate_rows(constant_loss([[3.0]]), None, batches, TOKEN_BYTES)
 
 
@@ -102,14 +103,14 @@ def test_buckets_are_powers_of_two_and_hold_every_token(length):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(workdir, config, params) of a Mesa run."""
+    """Returns (workdir, config, params) of a Mesa run."""
     root = tmp_path_factory.mktemp("evaluate")
     data = prepare_data(root / "data", seq_len=32)
     return root / "run", *save_run(root / "run", data, mixer="mesa")
 
 
 def test_equals_a_direct_computation(run):
-    """Cross-entropy in NumPy from the model's logits, row by row, against the command."""
+    """Compares the command with the cross-entropy in NumPy from the model's logits, row by row."""
     workdir, config, params = run
     rows = PackedRows(config.data.path, "validation")
     model = models.build(config.model)
@@ -145,13 +146,6 @@ def test_batch_size_does_not_matter(run):
     np.testing.assert_allclose(one.position_loss_T, other.position_loss_T, rtol=1e-5)
 
 
-def test_batch_is_a_multiple_of_the_devices(run):
-    config = run[1].copy_and_resolve_references()
-    config.data.batch_size, config.train.rows_per_device = 100, 3
-    assert evaluate.batch_size(config, devices=8) == 24
-    assert evaluate.batch_size(config, devices=64) == 128
-
-
 def test_command_writes_table_json_and_plot(run, capsys):
     workdir, _, _ = run
     evaluate.main([f"--workdir={workdir}", "--step=4", "--split=train", "--batches=2"])
@@ -174,7 +168,7 @@ def test_longer_rows_measure_extrapolation(run, tmp_path, capsys):
 def test_mistakes_are_one_line(run, tmp_path):
     workdir, _, _ = run
     cases = {
-        (f"--workdir={tmp_path}",): "no config.json",
+        (f"--workdir={tmp_path}",): "no run",
         (f"--workdir={workdir}", "--step=5"): r"step 5; there are \[4, 8\]",
         (f"--workdir={workdir}", "--split=test"): "no split 'test'",
         (f"--workdir={workdir}", "--batches=0"): "--batches=0",
@@ -191,4 +185,4 @@ def test_another_tokenizer_is_refused(run, monkeypatch):
     rows = PackedRows(config.data.path, "train")
     monkeypatch.setattr(type(rows.tokenizer), "hash", "another")
     with pytest.raises(UserError, match="tokenizer"):
-        evaluate.check_tokenizer(rows, workdir, step=8)
+        check_tokenizer(rows, workdir, step=8)

@@ -1,4 +1,4 @@
-"""FLOPs against an independent count, and the chips' peaks."""
+"""FLOPs against the compiler's count, and the peaks of chips."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def test_mfu_is_over_all_devices():
     assert flops.mfu(197e3, flops_per_token=1e9, devices=devices) == pytest.approx(0.25)
 
 
-# Wide heads and little else, so that each product of a mixer is several per cent of the whole and elementwise work is not.
+# Wide heads and little else, so that each product of a mixer is several per cent of the total, unlike elementwise work.
 WIDE = {
     "dim": 768,
     "heads": 4,
@@ -49,14 +49,14 @@ WIDE = {
     "remat": "none",
     "scan_layers": False,
 }
-ROWS = 8  # what is made once for all rows is not a token's
-LENGTH = 192  # three chunks: XLA drops the products with the first one's zero state
+ROWS = 8  # work that is done once for all rows is not counted per token
+LENGTH = 192  # three chunks, since XLA removes the products with the zero state of the first
 CASES = {mixer: (mixer,) for mixer in MIXERS} | {"hawk_mesa": ("hawk", "mesa")}
 OPTIONS = {
-    "mesa": {"max_iters": 3},  # to be unrolled
+    "mesa": {"max_iters": 3},  # they are unrolled
     "gss": {"expansion": 4.0, "chunk_size": 64},
     "hawk": {"expansion": 4.0, "num_blocks": 1},
-    "attention": {"implementation": "reference"},  # the others compute their scores twice
+    "attention": {"implementation": "reference"},  # the others compute the scores twice
     "sliding": {"implementation": "reference", "window": 32},
 }
 
@@ -70,7 +70,7 @@ def wide_model(pattern):
 
 
 def masked_products(pattern) -> Flops:
-    """What the reference attention computes and throws away: scores and their values that a token does not see."""
+    """The products that reference attention computes in vain, for pairs of tokens that are masked."""
     total = Flops()
     for mixer in set(pattern) & {"attention", "sliding"}:
         window = OPTIONS[mixer].get("window", LENGTH)
@@ -82,19 +82,22 @@ def masked_products(pattern) -> Flops:
 
 @pytest.fixture
 def unrolled(monkeypatch):
-    """Every loop written out, over blocks, chunks and iterations: XLA counts the body of a loop once."""
+    """Unrolls every loop over blocks, chunks and iterations, since XLA counts the body of a loop once."""
     for loop in ("scan", "fori_loop"):
         monkeypatch.setattr(jax.lax, loop, partial(getattr(jax.lax, loop), unroll=True))
 
 
-# They have what others have: here in all tests, not the quick ones.
+# Their parts are tested in other cases, so these run only with the slow tests.
 OF_OTHERS = ("hawk_mesa", "gated_deltanet", "mamba2")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in OF_OTHERS)) for case in CASES])
 def test_flops_are_those_the_compiler_counts(case, unrolled):
-    """Of the whole model's loss and its gradient. XLA counts elementwise work too, one or two per cent here. Nothing is
-    recomputed: what an op's VJP computes again is written out beside its first computation, and XLA merges the two."""
+    """Counts the loss of a whole model and its gradient.
+
+    XLA also counts elementwise work, one or two per cent here. Recomputation is not counted: in the unrolled program,
+    XLA merges what an op's backward pass computes again with its first computation.
+    """
     model = wide_model(CASES[case])
     batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), dtype) for name, dtype in BATCH.items()}
 
@@ -123,7 +126,7 @@ def test_training_is_three_forwards_of_the_products_and_two_of_the_solves():
 
 
 def test_transformer_140m_is_six_times_its_parameters_and_attention():
-    """The usual estimate: 6 FLOPs a parameter of the matrices, and causal attention."""
+    """The usual estimate: 6 FLOPs for each parameter of a matrix, plus causal attention."""
     config = transformer.get_config("140m")
     model, seq_len = model_of(config), 2048
     width = config.model.heads * config.model.head_dim

@@ -1,6 +1,6 @@
 """Every shipped config as text, so that a changed default shows in review.
 
-`python -m tests.test_golden_configs` from the repository's root writes the texts anew.
+`python -m tests.test_golden_configs`, run in the repository's root, writes the texts again.
 """
 
 import pathlib
@@ -67,7 +67,7 @@ def text_of(name: str) -> str:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_config_is_as_written(name):
     written = (GOLDEN / f"{name}.txt").read_text().splitlines()
-    hint = "if the change is meant: python -m tests.test_golden_configs"
+    hint = "if the change is intended, run: python -m tests.test_golden_configs"
     assert text_of(name).splitlines() == written, hint
 
 

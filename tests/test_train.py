@@ -1,6 +1,6 @@
-"""Training as a user does it: commands, signals, reruns, and what they say.
+"""Training as users do it: commands, signals, repeated commands, and their messages.
 
-A step takes some 50 ms, and the runs that are interrupted have 60: the signal always finds them at work.
+A step takes about 50 ms, and the runs that are interrupted have 60 steps, so a signal always arrives during training.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from mesanet_jax.errors import UserError
 from mesanet_jax.runtime import workdir
 from mesanet_jax.training import checkpoint as checkpoint_lib
 from mesanet_jax.training import step as step_lib
+from mesanet_jax.training.resume import initial_state
 from tests.helpers.smoke import ROOT, assert_bitwise
 from tests.helpers.tiny_run import prepare_data
 
@@ -31,7 +32,7 @@ STEPS = 60
 
 
 class Runs:
-    """Starts `mesanet_jax.train` on the tiny data, with one cache of compiled programs for all."""
+    """Starts `mesanet_jax.train` on the tiny data; all runs share a cache of compiled programs."""
 
     def __init__(self, root, data: str, *, cache=None):
         self.root, self.data = root, data
@@ -58,7 +59,7 @@ class Runs:
         )  # fmt: skip
 
     def run(self, name: str, overrides: dict | None = None, *, interrupt=None):
-        """Runs to the end, or until `interrupt(process)` ends it: status, output, errors."""
+        """Runs until the end, or until `interrupt(process)` ends it; returns the status, the output and the errors."""
         process = self.start(name, overrides or {})
         if interrupt is not None:
             interrupt(process)
@@ -66,7 +67,7 @@ class Runs:
         return SimpleNamespace(status=process.returncode, output=output, errors=errors, both=output + errors)
 
     def signal_after(self, name: str, step: int, number: int, *, delay: float = 0.0):
-        """An interruption once the metrics of `step` are there."""
+        """Returns an `interrupt` that sends a signal once the metrics of `step` are written."""
 
         def interrupt(process):
             while process.poll() is None and max(self.losses(name), default=0) < step:
@@ -95,7 +96,7 @@ class Runs:
         return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
     def state(self, name: str):
-        """(step, everything in the newest checkpoint), read on one device."""
+        """Returns (step, state) of the newest checkpoint, restored on one device."""
         config = workdir.load(self.root / name, {})
         model, mesh = models.build(config.model), mesh_lib.make_mesh((1, 1, 1), jax.devices()[:1])
         program = step_lib.compile_program(config, model, mesh)
@@ -113,14 +114,14 @@ def runs(tmp_path_factory, tiny_data):
 
 @pytest.fixture(scope="module")
 def whole(runs):
-    """The name of a run that nothing interrupted."""
+    """The name of a run that was not interrupted."""
     done = runs.run("whole")
     assert done.status == 0, done.both
     assert f"holds all {STEPS} steps" in done.both and "Traceback" not in done.both
     return "whole"
 
 
-def test_a_run_leaves_what_it_promises(runs, whole):
+def test_the_files_of_a_run(runs, whole):
     folder = runs.root / whole
     assert runs.steps(whole) == [50, 60]
     losses = runs.losses(whole)
@@ -132,7 +133,7 @@ def test_a_run_leaves_what_it_promises(runs, whole):
 
 
 def assert_same_run(runs, one, other):
-    """Parameters, optimizer state and every logged loss, to the bit."""
+    """Compares the parameters, the optimizer state and every logged loss bit by bit."""
     (step, state), (other_step, other_state) = runs.state(one), runs.state(other)
     assert step == other_step
     assert_bitwise(state, other_state)
@@ -141,7 +142,7 @@ def assert_same_run(runs, one, other):
 
 
 def test_signals_and_resuming(runs, whole):
-    """SIGTERM, then Ctrl-C, each followed by the same command in a new process: the run that nothing interrupted."""
+    """A run that is stopped by SIGTERM and Ctrl-C and resumed equals the run that was not interrupted."""
     name, begun = "signals", 0
     for number in (signal.SIGTERM, signal.SIGINT):
         done = runs.run(name, interrupt=runs.signal_after(name, begun + 5, number))
@@ -158,7 +159,7 @@ def test_signals_and_resuming(runs, whole):
 
 @pytest.mark.slow
 def test_killed_while_saving(runs, whole):
-    """A checkpoint each step, so that SIGKILL finds one half written; what is there afterwards is whole."""
+    """Every step is saved, so that SIGKILL arrives during a save; the checkpoints that remain are complete."""
     name, options, chance = "killed", {"checkpoint.every": 1}, random.Random(0)
     for kill in range(3):
         begun = max(runs.losses(name), default=0)
@@ -170,7 +171,7 @@ def test_killed_while_saving(runs, whole):
 
 
 def test_signal_before_the_first_step(runs):
-    """While it starts or compiles there is nothing to save: it leaves at once, and says so."""
+    """There is nothing to save while the first step compiles, so the run ends at once and says so."""
 
     def interrupt(process):
         assert process.stdout.readline()  # the banner: the first step is about to be compiled
@@ -206,7 +207,7 @@ def test_another_run_is_refused(runs, whole, path, before, after):
 
 
 def test_other_data_are_refused(runs, whole, tmp_path):
-    """Same row length and vocabulary, another fingerprint; the workdir stays as it was."""
+    """Row length and vocabulary are the same, but not the fingerprint; the workdir does not change."""
     saved = (runs.root / whole / "config.json").read_text()
     other = prepare_data(tmp_path / "other", seq_len=64, eos=True)
     done = runs.run(whole, {"data.path": other})
@@ -235,9 +236,10 @@ def test_data_that_do_not_fit(runs, tmp_path):
 
 
 def test_update_that_is_not_finite(runs):
-    """It stops with status 1 and the last good checkpoint; with `skip`, the same workdir goes on to the end.
+    """The run stops with status 1 after a good checkpoint; with `skip`, it can be resumed and reaches the end.
 
-    The first step is small, by the warm-up; the second would overflow the parameters' norm, its loss still being fine.
+    The warm-up makes the first update small. The second would overflow the norm of the parameters although its loss is
+    finite.
     """
     name, options = "nonfinite", {"optimizer.learning_rate": 1e30, "checkpoint.every": 1, "steps": 8}
     stopped = runs.run(name, options)
@@ -248,7 +250,9 @@ def test_update_that_is_not_finite(runs):
     assert step == 1 and all(np.linalg.norm(leaf) < 100 for leaf in jax.tree.leaves(state["params"]))
 
     limited = runs.run(name, options | {"train.nonfinite": "skip", "train.max_skips": 2})
-    assert limited.status == 1 and "step 4: " in limited.errors and "(3 in a row)" in limited.errors, limited.both
+    assert limited.status == 1 and "step 4: " in limited.errors and "for 3 step(s) in a row" in limited.errors, (
+        limited.both
+    )
     skipping = runs.run(name, options | {"train.nonfinite": "skip", "train.max_skips": 100})
     assert skipping.status == 0 and "step 8: not finite, update skipped" in skipping.both, skipping.both
     step, after = runs.state(name)
@@ -262,7 +266,7 @@ def test_init_from_takes_the_weights_alone(runs, whole, tmp_path):
     model, mesh = models.build(config.model), mesh_lib.make_mesh((1, 1, 1), jax.devices()[:1])
     program = step_lib.compile_program(config, model, mesh)
     saved = checkpoint_lib.Checkpoints(tmp_path)
-    state, start = train.initial_state(config, program, model, saved, {"data": "other data are fine"})
+    state, start = initial_state(config, program, model, saved, {"data": "another fingerprint"})
     saved.close()
     assert start == 0 and int(state["step"]) == 0
     assert_bitwise(jax.device_get(state["params"]), runs.state(whole)[1]["params"])
@@ -273,5 +277,5 @@ def test_one_process_a_workdir(runs):
     held = runs.root / "held"
     with workdir.lock(held), pytest.raises(UserError, match=f"process {os.getpid()} on .* is training here"):
         train.main(runs.argv("held", {}))
-    with workdir.lock(held):  # it goes with its holder
+    with workdir.lock(held):  # it was released with its holder
         pass

@@ -66,25 +66,6 @@ def segments(op, segment_ids, sizes):
     return segment_ids
 
 
-def choose(op, implementation, table, *, best):
-    """The function that `implementation` names in `table`; None means `table[best]`.
-
-    Raises:
-      NotImplementedError: the op has no implementation of that name.
-    """
-    name = best if implementation is None else implementation
-    if name not in table:
-        known = ", ".join(repr(key) for key in table if key)
-        raise NotImplementedError(f"{op}: no implementation {name!r}; it has {known}")
-    return table[name]
-
-
-def require(op, implementation, missing):
-    """Raises NotImplementedError where something is `missing`: the end of a sentence about the implementation, or ""."""
-    if missing:
-        raise NotImplementedError(f"{op}: {implementation!r} {missing}")
-
-
 def accumulation_dtype(*arrays):
     """float32, or float64 where an array is float64: the dtype of states and of sums."""
     return jnp.result_type(jnp.float32, *(array.dtype for array in arrays))

@@ -1,32 +1,60 @@
-"""Which axes of the mesh split batch, heads and time, and kernels on such a mesh.
+"""How ops are split over the devices of a mesh: which mesh axes split the batch, the heads and the time.
 
-A program says it once (`use_mesh_axes`). The compiler cannot split a kernel, so each device is given its own rows and heads
-to call it on (`partitioned`). Time is split over devices by sequence.py; key and value sizes are never split.
+A program says which with the context `mesh_axes`, beside the mesh itself (`jax.set_mesh`). Both are part of what jit
+remembers of a trace: a function that was traced under other axes is traced again.
 
-B batch, H heads, T time; other letters are not split.
+The compiler cannot split a kernel, so `partitioned` calls it once per device, on that device's rows and heads. Time is
+split by sequence_parallel.py. Key and value sizes are never split.
+
+B batch, H heads, T time; dimensions with other letters are not split.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 
-_axes: dict[str, tuple[str, ...]] = {"B": (), "H": (), "T": ()}
+
+class MeshAxes(NamedTuple):
+    """The names of the mesh axes that split each kind of dimension."""
+
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    time: tuple[str, ...] = ()
+
+    def of(self, letter: str) -> tuple[str, ...]:
+        """Returns the axes that split the dimension with this letter: "B", "H" or "T"."""
+        return {"B": self.batch, "H": self.heads, "T": self.time}[letter]
 
 
-def use_mesh_axes(*, batch: Sequence[str] = (), heads: Sequence[str] = (), time: Sequence[str] = ()) -> None:
-    """From now on ops are split over these axes of any mesh that has them (`jax.set_mesh`)."""
-    _axes.update(B=tuple(batch), H=tuple(heads), T=tuple(time))
+_context = jax.make_user_context(default_value=MeshAxes())
 
 
-def partitioned(call: Callable, arrays: Sequence[jax.Array], *, axes: Sequence[str], results: Sequence[str]):
-    """`call(*arrays)` with B and H of every array split over the mesh of the context.
+@contextlib.contextmanager
+def mesh_axes(*, batch: Sequence[str] = (), heads: Sequence[str] = (), time: Sequence[str] = ()) -> Iterator[None]:
+    """Splits the ops called inside over these axes of the mesh (`jax.set_mesh`), as far as the mesh has them."""
+    with _context(MeshAxes(tuple(batch), tuple(heads), tuple(time))):
+        yield
+
+
+def _axes(letter: str) -> tuple[str, ...]:
+    return _context.value.of(letter)
+
+
+def partitioned(
+    call: Callable, arrays: Sequence[jax.Array], *, axes: Sequence[str], results: Sequence[str]
+) -> tuple[jax.Array, ...]:
+    """Returns `call(*arrays)`, called on each device with its part of every array along B and H.
 
     Args:
-      axes, results: a letter for each dimension of the arrays and of what `call` returns, a tuple.
+      call: returns a tuple of arrays.
+      axes: for each array, one letter for each of its dimensions.
+      results: the same for each array that `call` returns.
     """
     sizes = {letter: size for x, letters in zip(arrays, axes, strict=True) for letter, size in zip(letters, x.shape)}
-    split = {letter: _dividing(_axes[letter], sizes[letter]) for letter in "BH"}
+    split = {letter: _dividing(_axes(letter), sizes[letter]) for letter in "BH"}
     if not any(split.values()):
         return call(*arrays)
     spec = lambda letters: jax.P(*(split.get(letter) or None for letter in letters))
@@ -34,24 +62,27 @@ def partitioned(call: Callable, arrays: Sequence[jax.Array], *, axes: Sequence[s
         call,
         in_specs=tuple(spec(letters) for letters in axes),
         out_specs=tuple(spec(letters) for letters in results),
-        check_vma=False,  # a kernel's results have no such types
+        check_vma=False,  # a kernel's results carry no types of this kind
     )(*arrays)
 
 
 def on_a_device(letter: str, size: int) -> int:
-    """How many of `size` rows ("B") or heads ("H") each call of `partitioned` is given."""
+    """Returns how many of `size` rows ("B") or heads ("H") one device gets from `partitioned`."""
     mesh = jax.sharding.get_abstract_mesh()
-    return size // math.prod(mesh.shape[axis] for axis in _dividing(_axes[letter], size))
+    return size // math.prod(mesh.shape[axis] for axis in _dividing(_axes(letter), size))
 
 
 def time_axes(length: int) -> tuple[str, ...]:
-    """The mesh axes that split a row of `length` tokens; none outside a mesh, inside of `sequence.split`, and where they
-    do not divide it."""
-    return _dividing(_axes["T"], length)
+    """Returns the mesh axes that split a row of `length` tokens.
+
+    They are empty outside a mesh, inside a computation that is already split in time (`sequence_parallel`), and where
+    the axes do not divide the row evenly.
+    """
+    return _dividing(_axes("T"), length)
 
 
 def _dividing(names: tuple[str, ...], size: int) -> tuple[str, ...]:
-    """The axes that the mesh has, is not split manually over already, and that together divide `size`; else none."""
+    """Returns those of the axes that the mesh has and that are not split by hand already, if they divide `size`."""
     mesh = jax.sharding.get_abstract_mesh()
     free = () if mesh.empty else tuple(name for name in names if name in mesh.shape and name not in mesh.manual_axes)
     ways = math.prod(mesh.shape[name] for name in free)

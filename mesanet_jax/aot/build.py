@@ -1,4 +1,4 @@
-"""Compiles the real training step of a config for a topology; nothing is allocated, and nothing runs."""
+"""Compiles the training step of a config for a topology. Nothing is allocated, and nothing runs."""
 
 import contextlib
 import dataclasses
@@ -6,14 +6,15 @@ import re
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax import models
 from mesanet_jax.aot.topology import Topology
-from mesanet_jax.reporting.progress import duration
+from mesanet_jax.formatting import duration
+from mesanet_jax.schema import Config
 from mesanet_jax.training import step as step_lib
 
 _SHORTAGES = {
@@ -24,13 +25,17 @@ _SHORTAGES = {
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """A compiled step, or, with `executable` None, one that the compiler found too large for the chip.
+    """A compiled step, or a step that the compiler found too large for the chip.
 
-    `flops`: of the model, in a step, over all chips. `shortage`: what the compiler then said, {"temporaries": bytes} or
-    {"total": bytes} of a chip, if it did. `seconds`: what compiling took.
+    Attributes:
+      flops: FLOPs of the model per step, over all chips.
+      executable: the compiled step; None if it is too large.
+      shortage: what the compiler said about a step that is too large, {"temporaries": bytes} or {"total": bytes} per
+        chip, or {}; None if the step was compiled.
+      seconds: the time that compiling took.
     """
 
-    config: Any
+    config: Config
     topology: Topology
     program: step_lib.Program
     flops: float
@@ -39,21 +44,20 @@ class Build:
     seconds: float
 
 
-def build(config, topology: Topology) -> Build:
-    """Compiles `config`'s step; a step that the compiler finds too large for the chip is a Build too.
+def build(config: Config, topology: Topology) -> Build:
+    """Compiles the training step of `config`; returns a `Build` for a step that is too large for the chip too.
 
     Raises:
-      UserError: the mesh or the batch does not fit the topology's number of devices.
+      UserError: the mesh or the batch does not fit the number of devices of the topology.
     """
     mesh = mesh_lib.make_mesh(tuple(config.mesh[axis] for axis in mesh_lib.AXES), topology.devices)
     model = models.build(config.model)
     program = step_lib.compile_program(config, model, mesh)
     tokens = config.data.batch_size * config.data.seq_len
     began, executable, shortage = time.monotonic(), None, None
-    about = (
-        f"compiling {config.name} for {topology.name}, {config.train.rows_per_device} rows, remat {config.model.remat}"
-    )
-    with elapsed(about), jax.set_mesh(mesh):
+    rows = config.train.rows_per_device
+    about = f"compiling {config.name} for {topology.name}, {rows} rows per device, remat {config.model.remat}"
+    with elapsed(about), mesh_lib.use_mesh(mesh):
         lowered = program.train.trace(program.state, program.batch).lower(lowering_platforms=(topology.platform,))
         try:
             executable = lowered.compile()
@@ -73,7 +77,7 @@ def build(config, topology: Topology) -> Build:
 
 
 def read_shortage(message: str) -> dict[str, int] | None:
-    """What an error of the TPU compiler says about the chip's memory; None if that is not what it complains about."""
+    """Returns what an error of the TPU compiler says about the chip's memory; None if it is another error."""
     if "RESOURCE_EXHAUSTED" not in message or "hbm" not in message.lower():
         return None
     found = {kind: pattern.search(message) for kind, pattern in _SHORTAGES.items()}
@@ -82,8 +86,8 @@ def read_shortage(message: str) -> dict[str, int] | None:
 
 
 @contextlib.contextmanager
-def elapsed(about: str):
-    """Says on stderr how long the block has taken: a running clock on a terminal, elsewhere a line every minute."""
+def elapsed(about: str) -> Iterator[None]:
+    """Prints the time that the block takes to stderr: continuously on a terminal, elsewhere one line per minute."""
     live, done, began = sys.stderr.isatty(), threading.Event(), time.monotonic()
 
     def say(end: str) -> None:

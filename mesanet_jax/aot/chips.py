@@ -1,4 +1,4 @@
-"""The TPU chips that a run can be compiled for on a machine that has none, and the slices that they come in.
+"""The TPU chips that a run can be compiled for on a machine that has none, and the slices that Cloud offers.
 
 Sources: cloud.google.com/tpu/docs/{v5e,v5p,v6e}, read 2026-11-30.
 """
@@ -10,14 +10,15 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What is known of a chip.
+    """The properties of a chip.
 
-    hbm: GiB that the TPU compiler has for a program (libtpu 0.0.50 says so when it runs out).
-    clock: GHz, as the peak in `mesanet_jax.flops` and the size of the matrix units imply; None where they imply none,
-      and then there is no estimate.
-    link: GB/s that leave a chip over all its links, half of the "bidirectional" figure.
-    cores: what a chip adds to the number in Cloud's own names (v5p-128 is 64 chips).
-    slices: the shapes of one slice, smallest first.
+    Attributes:
+      hbm: GiB that the TPU compiler can use for a program, as libtpu 0.0.50 reports when it runs out of memory.
+      clock: GHz, derived from the peak in `mesanet_jax.flops` and the size of the matrix units; None if that is not
+        possible, and then there is no estimate.
+      link: GB/s that leave a chip over all its links, which is half of the published "bidirectional" figure.
+      cores: what a chip adds to the number in Cloud's own names, in which v5p-128 has 64 chips.
+      slices: the shapes of a slice, smallest first.
     """
 
     hbm: float
@@ -28,12 +29,12 @@ class Chip:
 
 
 def chips_in(shape: str) -> int:
-    """'4x4x4' -> 64."""
+    """Returns the number of chips in a shape: 64 for '4x4x4'."""
     return math.prod(int(side) for side in shape.split("x"))
 
 
 def _cubes() -> tuple[str, ...]:
-    """Slices of v5p above one host: whole cubes of 4x4x4, up to 16x16x24."""
+    """Returns the slices of v5p that consist of whole cubes of 4x4x4 chips, up to 16x16x24."""
     sides = itertools.combinations_with_replacement(range(4, 25, 4), 3)
     shapes = ["x".join(map(str, side)) for side in sides if side[1] <= 16]
     return tuple(sorted(shapes, key=chips_in))

@@ -1,8 +1,8 @@
-"""How long a step might take, by the TPU compiler's own cost model. An estimate, never a measurement.
+"""Estimates the time of a step with the TPU compiler's own cost model. It is an estimate, never a measurement.
 
-The compiler writes the cycles that it expects of every scheduled operation into the program; loops are counted here by
-their trip counts. Transfers between chips have none: they are their bytes over the chip's links at full speed. Between
-"all transfers hidden behind computing" and "none hidden" lies the range that is reported.
+The compiler writes the cycles that it expects for every scheduled operation into the program; operations in a loop
+count once per iteration. It gives no cycles for transfers between chips; they count as their bytes at the full speed
+of the chip's links. The estimate is a range: from all transfers hidden behind computation, to none hidden.
 """
 
 import dataclasses
@@ -13,16 +13,20 @@ from mesanet_jax.aot.build import Build
 from mesanet_jax.flops import peak_flops
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_WORK = ("fusion", "convolution", "dot", "gather", "scatter", "sort")  # what should have an estimate
-_KERNEL = 'custom_call_target="tpu_custom_call"'  # Pallas; all other custom calls are bookkeeping
+_WORK = ("fusion", "convolution", "dot", "gather", "scatter", "sort")  # operations that should have an estimate
+_KERNEL = 'custom_call_target="tpu_custom_call"'  # a Pallas kernel; all other custom calls take no time
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step on a chip: `computing`, and `transfers` at full link speed.
+    """The estimated time of a step on a chip.
 
-    What the compiler gives no cycles for counts as nothing: `kernels`, executions of Pallas kernels (with any, the
-    seconds are a lower bound), and `others`, of gathers, scatters and sorts.
+    Attributes:
+      computing: seconds of computation.
+      transfers: seconds of transfers at full link speed.
+      kernels: executions of Pallas kernels, for which the compiler gives no cycles; with any of them the seconds are a
+        lower bound.
+      others: executions of gathers, scatters and sorts that the compiler gives no cycles for.
     """
 
     computing: float
@@ -32,12 +36,12 @@ class Estimate:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of a step: transfers all hidden, and none hidden."""
+        """Seconds per step with all transfers hidden, and with none hidden."""
         return max(self.computing, self.transfers), self.computing + self.transfers
 
 
 def estimate(build: Build, module: hlo.Module) -> Estimate | None:
-    """None on the CPU, whose compiler estimates nothing, and for a chip whose clock is not known."""
+    """Returns the estimate; None on the CPU, whose compiler gives no cycles, and for a chip of unknown clock."""
     chip = build.topology.chip
     if chip is None or chip.clock is None:
         return None
@@ -60,7 +64,7 @@ def estimate(build: Build, module: hlo.Module) -> Estimate | None:
 
 
 def _is_work(module: hlo.Module, instruction: hlo.Instruction) -> bool:
-    """Whether it should have an estimate; a fusion around a collective should not, whose bytes are counted."""
+    """Whether an instruction should have cycles; a fusion around a collective should not, as its bytes are counted."""
     if instruction.opcode not in _WORK:
         return False
     parts = [part for name in hlo.called(instruction) for part in module.computations[name].instructions.values()]
@@ -68,6 +72,6 @@ def _is_work(module: hlo.Module, instruction: hlo.Instruction) -> bool:
 
 
 def utilisation(build: Build, seconds: float) -> float | None:
-    """The model FLOPs utilisation of a step of `seconds`."""
+    """Returns the model FLOPs utilisation of a step that takes `seconds`; None if the chip's peak is not known."""
     peak = peak_flops(build.topology.devices[0])
     return None if peak is None else build.flops / (seconds * peak * len(build.topology.devices))

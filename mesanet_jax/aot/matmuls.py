@@ -1,6 +1,6 @@
-"""FLOPs of the matrix products in a compiled program: what the chip executes, recomputation and padding included.
+"""Counts the FLOPs of the matrix products in a compiled program, including recomputation and padding.
 
-XLA's own count (`compiled.cost_analysis()`) takes the body of a loop once; this one takes it by its trip count.
+XLA's own count (`compiled.cost_analysis()`) counts the body of a loop once; this one counts it once per iteration.
 """
 
 import functools
@@ -13,7 +13,7 @@ from mesanet_jax.aot import hlo
 
 
 def flops(module: hlo.Module) -> int:
-    """FLOPs a step on one device, two a multiply-add; Pallas kernels are not in it."""
+    """Returns the FLOPs per step and device, two for each multiply-add, without those in Pallas kernels."""
     return sum(visit.times * _COUNT[visit.instruction.opcode](visit) for visit in _products(module))
 
 
@@ -26,16 +26,21 @@ def _operand_dims(visit: hlo.Visit, index: int) -> tuple[int, ...]:
 
 
 def _dot(visit: hlo.Visit) -> int:
-    contracting = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", visit.instruction.attributes)[1]
+    found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", visit.instruction.attributes)
+    assert found is not None
     left = _operand_dims(visit, 0)
-    summed = math.prod(left[int(axis)] for axis in contracting.split(",") if axis)
+    summed = math.prod(left[int(axis)] for axis in found[1].split(",") if axis)
     return 2 * math.prod(hlo.dims(visit.instruction.shape)) * summed
 
 
 def _convolution(visit: hlo.Visit) -> int:
-    """The TPU compiler writes every product as a convolution, batch dimensions as windows full of padding and holes:
-    only taps that meet a value count."""
-    left, right, out = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", visit.instruction.attributes).groups()
+    """Counts a convolution, as which the TPU compiler writes every product.
+
+    Batch dimensions become windows full of padding and holes, so only the taps that meet a value count.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", visit.instruction.attributes)
+    assert labels is not None
+    left, right, out = labels.groups()
     left_dims, right_dims, out_dims = (
         _operand_dims(visit, 0),
         _operand_dims(visit, 1),
@@ -45,22 +50,26 @@ def _convolution(visit: hlo.Visit) -> int:
     window = dict(re.findall(r"(\w+)=([-\w]+)", "".join(re.findall(r"window=\{(.*?)\}", visit.instruction.attributes))))
     for axis in range(len(out) - 2):
         label = str(axis)
-        part = lambda name, default: window[name].split("x")[axis] if name in window else default
         size *= _taps(
             left_dims[left.index(label)],
             right_dims[right.index(label)],
             out_dims[out.index(label)],
-            stride=int(part("stride", "1")),
-            low=int(part("pad", "0_0").split("_")[0]),
-            left_dilation=int(part("lhs_dilate", "1")),
-            right_dilation=int(part("rhs_dilate", "1")),
+            stride=int(_part(window, "stride", axis, "1")),
+            low=int(_part(window, "pad", axis, "0_0").split("_")[0]),
+            left_dilation=int(_part(window, "lhs_dilate", axis, "1")),
+            right_dilation=int(_part(window, "rhs_dilate", axis, "1")),
         )
     return 2 * size
 
 
+def _part(window: dict[str, str], name: str, axis: int, default: str) -> str:
+    """Returns the value of a window's attribute along an axis."""
+    return window[name].split("x")[axis] if name in window else default
+
+
 @functools.cache
 def _taps(left: int, right: int, out: int, *, stride: int, low: int, left_dilation: int, right_dilation: int) -> int:
-    """Pairs of an output position and a tap of the kernel that meet a value, neither padding nor a hole."""
+    """Returns the number of (output position, tap) pairs that meet a value rather than padding or a hole."""
     at = np.arange(out)[:, None] * stride + np.arange(right) * right_dilation - low
     return int(np.count_nonzero((at % left_dilation == 0) & (at >= 0) & (at // left_dilation < left)))
 

@@ -1,4 +1,4 @@
-"""Memory of one chip during a step, by kind, from the compiler's own count."""
+"""Reports the memory of one chip during a step, by kind, as the compiler counts it."""
 
 import math
 
@@ -10,9 +10,9 @@ GIBIBYTE = 2**30
 
 
 def measure(build: Build) -> dict[str, int]:
-    """Bytes on a chip by kind; the gradients are among the temporaries.
+    """Returns the bytes on a chip by kind; the gradients are among the temporaries.
 
-    Of a step that does not fit, what the compiler gave as the reason, beside what can be counted without it.
+    For a step that does not fit, it returns what the compiler gave as the reason and what can be counted without it.
     """
     state = build.program.state
     known = {
@@ -21,6 +21,7 @@ def measure(build: Build) -> dict[str, int]:
         "batch": _shard_bytes(build.program.batch),
     }
     if build.executable is None:
+        assert build.shortage is not None
         if "total" in build.shortage:
             return known | {"temporaries and program": build.shortage["total"] - sum(known.values())}
         return known | build.shortage
@@ -28,20 +29,20 @@ def measure(build: Build) -> dict[str, int]:
     return known | {
         "padding of these": counted.argument_size_in_bytes - sum(known.values()),
         "temporaries": counted.temp_size_in_bytes,
-        "outputs": counted.output_size_in_bytes
-        - counted.alias_size_in_bytes,  # the new state takes the old one's place
+        # The new state takes the place of the old one.
+        "outputs": counted.output_size_in_bytes - counted.alias_size_in_bytes,
         "program": counted.generated_code_size_in_bytes,
     }
 
 
 def limit(build: Build) -> int | None:
-    """Bytes of a chip's memory, None on the CPU."""
+    """Returns the bytes of a chip's memory; None on the CPU."""
     chip = build.topology.chip
     return None if chip is None else int(chip.hbm * GIBIBYTE)
 
 
 def fits(build: Build) -> bool:
-    """Whether the compiler found room for the step, and its parts together stay below the chip's memory."""
+    """Whether the compiler found room for the step and all its parts together fit the chip's memory."""
     bound = limit(build)
     return build.executable is not None and (bound is None or sum(measure(build).values()) <= bound)
 

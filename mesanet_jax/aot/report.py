@@ -1,19 +1,24 @@
-"""What a compiled step says about a run, as one record (for JSON) and as a page for the console."""
+"""Reports what compiling a training step shows about a run, as a record for JSON and as text for the console."""
 
 import datetime
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
 
 from mesanet_jax.aot import collectives, executable, hlo, matmuls, memory
 from mesanet_jax.aot.build import Build
 from mesanet_jax.aot.estimate import estimate, utilisation
 from mesanet_jax.aot.memory import GIBIBYTE
 from mesanet_jax.aot.price import Price
-from mesanet_jax.reporting.progress import duration, short_number
+from mesanet_jax.formatting import duration, short_number
 
-_ACROSS_SLICES = "transfers between slices count as if they took the chips' links; the network between them is slower"
+_ACROSS_SLICES = "transfers between slices are counted at the speed of the chips' links, but the network is slower"
+Facts = dict[str, Any]  # what `record` returns
 
 
-def record(build: Build, price: Price | None) -> dict:
-    """Everything that is known of a build, as JSON can hold it; bytes and FLOPs are those of one chip and step."""
+def record(build: Build, price: Price | None) -> Facts:
+    """Returns everything that is known about a build, as JSON can hold it; bytes and FLOPs are per chip and step."""
     config, devices = build.config, build.topology.devices
     result = {
         "config": config.name,
@@ -34,22 +39,22 @@ def record(build: Build, price: Price | None) -> dict:
         "fits": memory.fits(build),
         "model_flops": build.flops / len(devices),
     }
-    return result if build.executable is None else result | _compiled(build, price)
+    return result if build.executable is None else result | _compiled(build, build.executable, price)
 
 
-def _compiled(build: Build, price: Price | None) -> dict:
-    module = hlo.parse(build.executable.as_text())
+def _compiled(build: Build, compiled: jax.stages.Compiled, price: Price | None) -> Facts:
+    module = hlo.parse(compiled.as_text() or "")
     return {
         "matmul_flops": matmuls.flops(module),
-        "xla_flops_loops_once": build.executable.cost_analysis()["flops"],
+        "xla_flops_loops_once": compiled.cost_analysis()["flops"],
         "unknown_loops": hlo.unknown_loops(module),
         "collectives": {each.kind: {"count": each.count, "bytes": each.bytes} for each in collectives.measure(module)},
         "estimate": _estimated(build, module, price),
     }
 
 
-def _estimated(build: Build, module: hlo.Module, price: Price | None) -> dict | None:
-    """[transfers all hidden, none hidden] of what an estimate implies."""
+def _estimated(build: Build, module: hlo.Module, price: Price | None) -> Facts | None:
+    """Returns the estimate and what follows from it, each as [transfers all hidden, none hidden]."""
     guess = estimate(build, module)
     if guess is None:
         return None
@@ -69,14 +74,14 @@ def _estimated(build: Build, module: hlo.Module, price: Price | None) -> dict | 
     return result
 
 
-def page(facts: dict) -> str:
-    """The record as text."""
+def page(facts: Facts) -> str:
+    """Returns the record as text."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in facts["mesh"].items())
     lines = [
         f"{facts['config']} on {facts['chips']} chips of {facts['topology']}"
         + (f", {facts['slices']} slices" if facts["slices"] > 1 else "")
         + f" ({mesh}), compiled in {duration(facts['compile_seconds'])}",
-        f"{facts['batch_size']} x {facts['seq_len']} tokens a step, accumulation {facts['accumulation']},"
+        f"{facts['batch_size']} x {facts['seq_len']} tokens per step, accumulation {facts['accumulation']},"
         f" remat {facts['remat']}",
         "",
         *_memory_lines(facts),
@@ -86,71 +91,77 @@ def page(facts: dict) -> str:
     return "\n".join(lines)
 
 
-def slowest(facts: dict) -> float | None:
-    """The estimated seconds of a step with no transfer hidden, if there is an estimate."""
+def slowest(facts: Facts) -> float | None:
+    """Returns the estimated seconds per step with no transfer hidden, if there is an estimate."""
     return max(facts["estimate"]["step_seconds"]) if facts.get("estimate") else None
 
 
-def line(facts: dict) -> str:
-    """A candidate among others."""
+def line(facts: Facts) -> str:
+    """Returns one line about a candidate of --suggest."""
     total, seconds = sum(facts["memory"].values()) / GIBIBYTE, slowest(facts)
     fits = "fits" if facts["fits"] else "does not fit"
-    guess = "" if seconds is None else f"  {seconds:#.3g} s a step (estimate)"
+    guess = "" if seconds is None else f"  {seconds:#.3g} s per step (estimate)"
     return f"remat {facts['remat']:<8} rows {facts['rows_per_device']:>3}  {total:#8.3g} GiB  {fits}{guess}"
 
 
-def _memory_lines(facts: dict) -> list[str]:
+def _memory_lines(facts: Facts) -> list[str]:
     total, bound = sum(facts["memory"].values()), facts["memory_limit"]
-    rows = [("memory of a chip", "GiB")] + [(kind, f"{size / GIBIBYTE:#.3g}") for kind, size in facts["memory"].items()]
+    rows = [("memory per chip", "GiB")] + [(kind, f"{size / GIBIBYTE:#.3g}") for kind, size in facts["memory"].items()]
     if bound is None:
         verdict = ""
     elif facts["fits"]:
         verdict = f"fits: {100 * total / bound:.0f} % of {bound / GIBIBYTE:.2f} GiB"
     else:
-        verdict = f"DOES NOT FIT in {bound / GIBIBYTE:.2f} GiB; --suggest looks for rows and a remat policy that do"
+        verdict = f"DOES NOT FIT in {bound / GIBIBYTE:.2f} GiB; --suggest looks for rows and a remat policy that fit"
     return [*_columns(rows), f"{'total':<24}{total / GIBIBYTE:>#10.3g}  {verdict}".rstrip()]
 
 
-def _program_lines(facts: dict) -> list[str]:
-    lines = ["", *_columns([("a chip and step", "TFLOP")] + [
-        ("the model's", f"{facts['model_flops'] / 1e12:#.3g}"),
-        ("matrix products compiled", f"{facts['matmul_flops'] / 1e12:#.3g}"),
+def _program_lines(facts: Facts) -> list[str]:
+    lines = ["", *_columns([("per chip and step", "TFLOP")] + [
+        ("model", f"{facts['model_flops'] / 1e12:#.3g}"),
+        ("compiled products", f"{facts['matmul_flops'] / 1e12:#.3g}"),
     ])]  # fmt: skip
     if facts["unknown_loops"]:
-        lines.append(f"{facts['unknown_loops']} loops end by their data: what is in them is counted once")
+        lines.append(
+            f"{facts['unknown_loops']} loops have a length that depends on the data; they count as one iteration"
+        )
     traffic = [(kind, f"{each['count']}", f"{each['bytes'] / 1e9:#.3g}") for kind, each in facts["collectives"].items()]
-    lines += ["", *_columns([("collectives of a chip", "count", "GB"), *(traffic or [("none", "0", "0")])])]
+    lines += ["", *_columns([("collectives per chip", "count", "GB"), *(traffic or [("none", "0", "0")])])]
     return lines + (_estimate_lines(facts["estimate"]) if facts["estimate"] else [])
 
 
-def _estimate_lines(guess: dict) -> list[str]:
-    both = lambda values, form: " .. ".join(form(value) for value in sorted(values))
+def _estimate_lines(guess: Facts) -> list[str]:
     rows = [
-        ("seconds a step", both(guess["step_seconds"], "{:#.3g}".format)),
-        ("tokens/s", both(guess["tokens_per_second"], short_number)),
-        ("MFU", both(guess["mfu"], lambda value: f"{100 * value:.1f} %")),
+        ("seconds per step", _range(guess["step_seconds"], "{:#.3g}".format)),
+        ("tokens/s", _range(guess["tokens_per_second"], short_number)),
+        ("MFU", _range(guess["mfu"], lambda value: f"{100 * value:.1f} %")),
     ]
     if "price" in guess:
-        rows.append(("$ per billion tokens", both(guess["dollars_per_billion_tokens"], "{:.2f}".format)))
+        rows.append(("$ per billion tokens", _range(guess["dollars_per_billion_tokens"], "{:.2f}".format)))
     lines = [
         "",
-        "ESTIMATE, not a measurement: cycles that the compiler expects, with the transfers between chips",
-        f"({guess['transfer_seconds']:#.3g} s at full link speed) all hidden or none; nothing else may hold the chips up",
+        "ESTIMATE, not a measurement: the cycles that the compiler expects. The range is from all transfers between",
+        f"chips hidden ({guess['transfer_seconds']:#.3g} s at full link speed) to none hidden. Other delays are not",
+        "included.",
         *(f"{name:<24}{value:>22}" for name, value in rows),
     ]
     if guess["kernels_without"]:
         lines.append(
-            f"a LOWER bound of the seconds: {guess['kernels_without']} Pallas kernels a step have no estimate and count as"
-            " nothing (nor are their products in the matrix products)"
+            f"The seconds are a LOWER bound: {guess['kernels_without']} calls of Pallas kernels per step have no"
+            " estimate and count as nothing, and the compiled products do not include theirs."
         )
     if guess["others_without"]:
         lines.append(
-            f"{guess['others_without']} gathers, scatters or sorts a step have no estimate and count as nothing"
+            f"{guess['others_without']} gathers, scatters or sorts per step have no estimate and count as nothing."
         )
     if "price" in guess:
         price = guess["price"]
-        lines.append(f"at ${price['dollars']:.2f} a chip and hour ({price['source']}, {price['date']})")
+        lines.append(f"at ${price['dollars']:.2f} per chip and hour ({price['source']}, {price['date']})")
     return lines
+
+
+def _range(values: Iterable[float], form: Callable[[float], str]) -> str:
+    return " .. ".join(form(value) for value in sorted(values))
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Looks for the microbatch and the remat policy to run with, in few compilations.
+"""Looks for the rows per device and the rematerialisation policy to run with, in few compilations.
 
-The most rows a device that fit with everything recomputed are found by bisection, from what the config itself came to:
-where it fits, so do its rows with more recomputed. With those rows, recomputation is taken back policy by policy, as far
-as it still fits.
+A bisection finds the most rows per device that fit if everything is recomputed. It starts from the config itself: if
+that fits, its rows also fit with more recomputation. With these rows, the policies with less recomputation are then
+tried one after another, until one does not fit.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ POLICIES = ("full", "mixer", "matmuls", "none")  # from most to least recomputat
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A setting that was compiled, whether it fits, and the estimated seconds of a step, transfers not hidden."""
+    """A setting that was compiled: whether it fits, and the estimated seconds per step with no transfer hidden."""
 
     remat: str
     rows: int
@@ -22,12 +22,12 @@ class Candidate:
 
 
 def search(share: int, attempt: Callable[[str, int], Candidate], *, first: Candidate) -> list[Candidate]:
-    """All candidates compiled, in that order.
+    """Returns all candidates that were compiled, in order.
 
     Args:
-      share: the rows of a device in a step; it takes them in equal turns.
-      attempt: compiles (remat, rows).
-      first: what is compiled already.
+      share: the rows per device and step, which it takes in equal turns.
+      attempt: compiles a step with (remat, rows).
+      first: the candidate that is already compiled.
     """
     sizes = [rows for rows in range(1, share + 1) if share % rows == 0]
     tried = [first]
@@ -40,7 +40,7 @@ def search(share: int, attempt: Callable[[str, int], Candidate], *, first: Candi
         return known.fits
 
     place, least = sizes.index(first.rows), POLICIES.index(first.remat)
-    low = place + 1 if first.fits else 0  # sizes[:low] fit with all recomputed, sizes[high:] do not
+    low = place + 1 if first.fits else 0  # with everything recomputed, sizes[:low] fit and sizes[high:] do not
     high = place if not first.fits and least == 0 else len(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -54,11 +54,12 @@ def search(share: int, attempt: Callable[[str, int], Candidate], *, first: Candi
 
 
 def best(tried: list[Candidate]) -> Candidate | None:
-    """The most rows that fit, and with them the least recomputation."""
+    """Returns the candidate with the most rows that fit, and with them the least recomputation."""
     fitting = [candidate for candidate in tried if candidate.fits]
     return max(fitting, key=lambda each: (each.rows, POLICIES.index(each.remat)), default=None)
 
 
 def fastest(tried: list[Candidate]) -> Candidate | None:
-    """The one of those that fit with the least estimated seconds, where there are estimates."""
-    return min((each for each in tried if each.fits and each.seconds), key=lambda each: each.seconds, default=None)
+    """Returns the candidate that fits and has the least estimated seconds, if there are estimates."""
+    timed = [(each.seconds, index) for index, each in enumerate(tried) if each.fits and each.seconds]
+    return tried[min(timed)[1]] if timed else None

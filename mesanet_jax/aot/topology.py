@@ -1,4 +1,4 @@
-"""`--topology=v5p:8x8x8`: its name checked, its devices made. They can be compiled for, and nothing can run on them."""
+"""Turns a name such as v5p:8x8x8 into devices that a program can be compiled for. Nothing can run on them."""
 
 import contextlib
 import dataclasses
@@ -7,26 +7,28 @@ import math
 import os
 import pathlib
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 
 from mesanet_jax.aot.chips import CHIPS, Chip, chips_in
 from mesanet_jax.errors import UserError
 
-COMPILER = "MESANET_TPU_COMPILER"  # names the directory that libtpu was installed to
-# Without these libtpu asks the cloud's metadata server what machine it is on, and admits one process a machine.
+COMPILER = "MESANET_TPU_COMPILER"  # an environment variable: the directory in which libtpu is installed
+# Without these, libtpu asks the cloud's metadata server about the machine, and allows one process per machine.
 ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices to compile for: `name` as the user wrote it, `chip` None on the CPU."""
+    """Devices to compile for. `name` is as the user wrote it; `chip` is None on the CPU."""
 
     name: str
     chip_name: str
     chip: Chip | None
     slices: int
-    devices: tuple
+    devices: tuple[Any, ...]
 
     @property
     def platform(self) -> str:
@@ -34,17 +36,17 @@ class Topology:
 
 
 def parse(name: str, *, slices: int = 1) -> tuple[str, str]:
-    """The chip and the shape that `name` means, as in ('v5p', '8x8x8') or ('cpu', '8').
+    """Returns the chip and the shape that `name` means, such as ('v5p', '8x8x8') or ('cpu', '8').
 
     Raises:
-      UserError: there is no such slice; the line names the nearest.
+      UserError: there is no such slice; the error names the nearest ones.
     """
     chip, _, shape = name.partition(":")
     if slices < 1:
         raise UserError(f"--slices={slices}: must be at least 1")
     if chip == "cpu" and shape.isdigit() and int(shape) > 0:
         if slices > 1:
-            raise UserError(f"--slices={slices}: CPU devices have no slices; leave it out")
+            raise UserError(f"--slices={slices}: CPU devices have no slices; leave the flag out")
         return chip, shape
     if chip in CHIPS and shape in CHIPS[chip].slices:
         return chip, shape
@@ -59,18 +61,18 @@ def _hint(name: str) -> str:
             return f"here it is called {known}:{same[0]}"
     if chip not in CHIPS:
         examples = ", ".join(f"{known}:{table.slices[0]}" for known, table in CHIPS.items())
-        return f"the chips are {', '.join(CHIPS)} and cpu, as in {examples}, cpu:8"
+        return f"the chips are {', '.join(CHIPS)} and cpu; examples: {examples}, cpu:8"
     sides = [int(side) for side in shape.split("x") if side.isdigit()]
-    distance = lambda slice_: abs(math.log(chips_in(slice_) / max(1, math.prod(sides))))
-    near = sorted(CHIPS[chip].slices, key=distance)[:3]
+    wanted = max(1, math.prod(sides))
+    near = sorted(CHIPS[chip].slices, key=lambda slice_: abs(math.log(chips_in(slice_) / wanted)))[:3]
     return "the nearest are " + ", ".join(f"{chip}:{slice_}" for slice_ in near)
 
 
 def make(name: str, *, slices: int = 1) -> Topology:
-    """The topology with its devices.
+    """Returns the topology with its devices.
 
     Raises:
-      UserError: no such slice, or the TPU compiler is not installed.
+      UserError: there is no such slice, or the TPU compiler is not installed.
     """
     chip, shape = parse(name, slices=slices)
     if chip == "cpu":
@@ -83,17 +85,20 @@ def make(name: str, *, slices: int = 1) -> Topology:
     return Topology(name, chip, CHIPS[chip], slices, tuple(described.devices))
 
 
-def _cpu_devices(count: int) -> tuple:
-    with contextlib.suppress(RuntimeError):  # jax has started in this process: take what there is
+def _cpu_devices(count: int) -> tuple[Any, ...]:
+    with contextlib.suppress(RuntimeError):  # jax has already started in this process, so its devices are used
         jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices("cpu")
     if len(devices) < count:
-        raise UserError(f"--topology=cpu:{count}: this process already has {len(devices)} devices; start a new one")
+        raise UserError(f"--topology=cpu:{count}: this process already has {len(devices)} devices; start a new process")
     return tuple(devices[:count])
 
 
 def _load_compiler() -> None:
-    """Makes libtpu importable: in the environment, or beside it, where jax does not look for a TPU because of it."""
+    """Makes libtpu importable, from the environment or from a directory beside it.
+
+    In the environment itself, libtpu would make every run of JAX look for a TPU.
+    """
     os.environ.update(ENVIRONMENT)
     beside = pathlib.Path(os.environ.get(COMPILER, pathlib.Path(sys.prefix) / "tpu-compiler")).resolve()
     if beside.is_dir() and str(beside) not in sys.path:
@@ -101,12 +106,12 @@ def _load_compiler() -> None:
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             f"--topology: the TPU compiler is in neither {beside} nor the environment; `make .venv/tpu-compiler`"
-            f" installs it (or pip install --no-deps --target DIR libtpu, and {COMPILER}=DIR)"
+            f" installs it (or: pip install --no-deps --target DIR libtpu, and set {COMPILER}=DIR)"
         )
 
 
-def describe(devices) -> dict:
-    """What must be equal where a program is compiled and where it runs: kind, number, slices, and the grid of chips."""
+def describe(devices: Iterable[Any]) -> dict[str, Any]:
+    """Returns what must be equal where a program is compiled and where it runs: kind, number, slices, grid of chips."""
     devices = list(devices)
     grid = [list(device.coords) for device in devices if getattr(device, "coords", None) is not None]
     return {

@@ -1,20 +1,22 @@
-"""Paths of every kind: local, `gs://`, `hf://`, `s3://` through fsspec, and the corpus inside the package.
+"""Reads and writes local files, remote ones (`gs://`, `hf://`, `s3://`, through fsspec) and the embedded corpus.
 
-Reading is by name and streams; writing is atomic: a file is either complete under its name or not there.
+Writing is atomic: under its name, a file is either complete or absent.
 """
 
 import contextlib
 import dataclasses
+import io
 import os
 import pathlib
 import tempfile
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from mesanet_jax import atomic
 from mesanet_jax.errors import UserError
 
 EMBEDDED = "embedded:"
@@ -23,21 +25,28 @@ _EMBEDDED_DIR = pathlib.Path(__file__).parent / "embedded"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One input file: its full name and its size in bytes."""
+    """An input file: its full name and its size in bytes."""
 
     name: str
     size: int
 
 
 def open_binary(name: str) -> BinaryIO:
-    """The file, open for reading bytes; `embedded:NAME` is a file shipped in the package."""
+    """Opens a file for reading bytes; `embedded:NAME` is a file that is part of the package."""
     if name.startswith(EMBEDDED):
         return (_EMBEDDED_DIR / name.removeprefix(EMBEDDED)).open("rb")
     return fsspec.open(name, "rb").open()
 
 
 def read(name: str, *, field: str) -> bytes:
-    """The whole file. Raises UserError, naming the config `field`, where that fails."""
+    """Returns the content of a file.
+
+    Args:
+      field: the config field that holds the name, for the error.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
     try:
         with open_binary(name) as stream:
             return stream.read()
@@ -46,7 +55,11 @@ def read(name: str, *, field: str) -> bytes:
 
 
 def filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The filesystem of a path and the path in it. Raises UserError where its driver is missing or unknown."""
+    """Returns the filesystem of a path and the path in it.
+
+    Raises:
+      UserError: the driver of the filesystem is unknown or not installed.
+    """
     try:
         return url_to_fs(os.path.expanduser(path))
     except (ImportError, ValueError) as error:
@@ -54,19 +67,26 @@ def filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 def is_local(fs: fsspec.AbstractFileSystem) -> bool:
+    """Whether the files are on this machine."""
     return isinstance(fs, LocalFileSystem)
 
 
 def expand(patterns: str, *, field: str) -> list[Source]:
-    """The files of a comma-separated list of paths and globs (`*`, `**`), each glob in sorted order, none twice.
+    """Lists the files of a comma-separated list of paths and globs (`*`, `**`).
 
-    Raises UserError, naming the config `field`, for a pattern that matches nothing.
+    The matches of each pattern are sorted, and a file that several patterns match is listed once.
+
+    Args:
+      field: the config field that holds the patterns, for the error.
+
+    Raises:
+      UserError: a pattern matches nothing, is a directory or cannot be listed.
     """
     found: dict[str, Source] = {}
     for pattern in filter(None, (item.strip() for item in patterns.split(","))):
         sources = _embedded(pattern) if pattern.startswith(EMBEDDED) else _listed(pattern)
         if not sources:
-            raise UserError(f"{field}={pattern}: no such file, or no file matches")
+            raise UserError(f"{field}={pattern}: no such file, or no file matches the pattern")
         found.update((source.name, source) for source in sources)
     return list(found.values())
 
@@ -81,11 +101,11 @@ def _listed(pattern: str) -> list[Source]:
     try:
         if fs.isdir(path):
             example = f"{pattern.rstrip('/')}/**/*.parquet"
-            raise UserError(f"{pattern}: is a directory; name its files, for example {example}")
+            raise UserError(f"{pattern}: is a directory; name the files in it, for example {example}")
         infos = fs.glob(path, detail=True).values()
     except UserError:
         raise
-    except Exception as error:  # each remote driver raises its own kinds: no network, no permission, no bucket
+    except Exception as error:  # the drivers raise many types: no network, no permission, no bucket
         raise UserError(f"{pattern}: cannot be listed: {first_line(error)}") from error
     prefix = "" if is_local(fs) else f"{pattern.split('://')[0]}://"
     files = sorted((info["name"], info["size"]) for info in infos if info["type"] == "file")
@@ -93,27 +113,32 @@ def _listed(pattern: str) -> list[Source]:
 
 
 class Directory:
-    """An output directory, local or remote, whose files appear whole or not at all."""
+    """An output directory, local or remote, in which only complete files appear."""
 
     def __init__(self, path: str):
         self.path = path
         self.fs, self.root = filesystem(path)
 
     def join(self, name: str) -> str:
+        """Returns the path of a file of the directory, as `self.fs` expects it."""
         return f"{self.root.rstrip('/')}/{name}"
 
     def create(self) -> None:
-        """Makes the directory and clears what an interrupted run left half-written."""
+        """Creates the directory, and deletes files that an interrupted run left incomplete.
+
+        Raises:
+          UserError: the path is a file, or the directory cannot be created.
+        """
         if self.fs.isfile(self.root):
-            raise UserError(f"{self.path}: is a file; a directory is needed")
+            raise UserError(f"{self.path}: is a file; name a directory")
         with writing(self.path):
             self.fs.makedirs(self.root, exist_ok=True)
             if is_local(self.fs):
-                for stale in pathlib.Path(self.root).glob(".*.tmp"):
-                    stale.unlink(missing_ok=True)
+                for file in filter(atomic.is_temporary, pathlib.Path(self.root).iterdir()):
+                    file.unlink(missing_ok=True)
 
     def sizes(self) -> dict[str, int]:
-        """{file name: bytes} of the files directly in the directory: one listing, also where it is remote."""
+        """Returns {file name: bytes} of the files directly in the directory, with a single request."""
         try:
             infos = self.fs.ls(self.root, detail=True)
         except FileNotFoundError:
@@ -121,49 +146,57 @@ class Directory:
         return {info["name"].rsplit("/", 1)[-1]: info["size"] for info in infos if info["type"] == "file"}
 
     def read(self, name: str) -> bytes | None:
-        """The whole file, or None where there is none."""
+        """Returns the content of a file, or None if it does not exist."""
         try:
             return self.fs.cat_file(self.join(name))
         except FileNotFoundError:
             return None
 
     def remove(self, name: str) -> None:
+        """Deletes a file if it exists."""
         if self.fs.exists(self.join(name)):
             self.fs.rm_file(self.join(name))
 
     def write(self, name: str, content: bytes) -> None:
+        """Writes a file."""
         with self.writer(name) as stream:
             stream.write(content)
 
     @contextlib.contextmanager
-    def writer(self, name: str) -> Iterator[BinaryIO]:
-        """A seekable stream whose content becomes the file `name` when the block ends without an error."""
-        local = is_local(self.fs)
+    def writer(self, name: str) -> Iterator[io.BufferedRandom]:
+        """Opens a seekable stream; its content becomes the file `name` if the block ends without an error.
+
+        Raises:
+          UserError: the file cannot be written.
+        """
         with writing(self.path):
-            handle, temporary = tempfile.mkstemp(prefix=f".{name}.", suffix=".tmp", dir=self.root if local else None)
-            try:
-                with os.fdopen(handle, "w+b") as stream:
+            if is_local(self.fs):
+                with atomic.replacing(self.join(name)) as stream:
                     yield stream
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                if local:
-                    os.chmod(temporary, 0o644)  # mkstemp's 0600 would hide a shared dataset from its other readers
-                    os.replace(temporary, self.join(name))
-                else:
-                    self.fs.put_file(temporary, self.join(name))  # object stores show a whole object or none
-            finally:
-                pathlib.Path(temporary).unlink(missing_ok=True)
+            else:
+                with self._uploading(name) as stream:
+                    yield stream
+
+    @contextlib.contextmanager
+    def _uploading(self, name: str) -> Iterator[io.BufferedRandom]:
+        """Opens a temporary file and uploads it at the end; objects in a bucket appear only once they are complete."""
+        with tempfile.NamedTemporaryFile() as stream:
+            yield cast(io.BufferedRandom, stream)
+            stream.flush()
+            self.fs.put_file(stream.name, self.join(name))
 
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Turns the operating system's refusal to write (disk full, no permission) into one line."""
+    """Turns an error of the operating system (disk full, no permission) into a UserError of one line."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or first_line(error)
-        raise UserError(f"{path}: cannot be written: {reason}; finished units are kept, rerun to go on") from error
+        advice = "finished units are kept; fix the cause and run the same command again"
+        raise UserError(f"{path}: cannot be written: {reason}; {advice}") from error
 
 
 def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its type if the message is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]

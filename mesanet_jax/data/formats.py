@@ -1,7 +1,7 @@
-"""Readers: every input format becomes a stream of documents and of problems, each with its place.
+"""Reads every input format as a stream of documents and problems, each with its place in the input.
 
-Nothing is skipped here in silence: what is not a document is a `Problem`, and the caller decides what that means.
-Parquet is read by row group and column, jsonl and text line by line, so memory does not grow with the file.
+Nothing is skipped silently: whatever is not a document becomes a `Problem`, and the caller decides whether it is fatal.
+Parquet is read by row group and column, JSON lines and text line by line, so memory does not grow with the file.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ _UNREADABLE = (OSError, EOFError, zlib.error, zstandard.ZstdError, pa.ArrowExcep
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text, its size in UTF-8 bytes, and where it was found."""
+    """A text, its size in UTF-8 bytes, and its place in the input."""
 
     text: str
     size: int
@@ -42,7 +42,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Something in the input that is not a document. `kind` is one of the KINDS below."""
+    """Something in the input that is not a document. `kind` is one of the constants below."""
 
     kind: str
     place: str
@@ -56,12 +56,12 @@ BAD_COLUMN = "missing or unsuitable column"
 BAD_JSON = "invalid JSON"
 BAD_UNICODE = "invalid Unicode"
 BAD_TEXT = "missing or non-string text"
-HARMLESS = (EMPTY_FILE, EMPTY_DOCUMENT)  # always counted and passed over, never fatal
+HARMLESS = (EMPTY_FILE, EMPTY_DOCUMENT)  # always counted and skipped, never fatal
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A file, or some of a parquet file's row groups [first, end), in a known format."""
+    """A file in a known format; of a Parquet file, possibly only the row groups [first, end)."""
 
     name: str
     format: str
@@ -69,25 +69,32 @@ class Part:
 
 
 def infer(name: str) -> str:
-    """The format a file's ending stands for, compression set aside."""
+    """Returns the format that the ending of a file stands for; an ending for compression is ignored.
+
+    Raises:
+      UserError: the ending is unknown.
+    """
     ending = "." + plain_name(name).rsplit(".", 1)[-1].lower()
     if ending not in _ENDINGS:
-        raise UserError(f"{name}: cannot tell its format from its ending; set --config.format=parquet, jsonl or text")
+        raise UserError(
+            f"{name}: the format does not follow from the ending; set --config.format=parquet, jsonl or text"
+        )
     return _ENDINGS[ending]
 
 
 def plain_name(name: str) -> str:
-    """The name without `.zst` or `.gz`."""
+    """Returns the name without `.zst` or `.gz`."""
     return name.rsplit(".", 1)[0] if name.lower().endswith(_COMPRESSIONS) else name
 
 
 def read(part: Part, *, text_field: str, document: str) -> Iterator[Document | Problem]:
-    """The documents of a part.
+    """Iterates over the documents and problems of a part.
 
     Args:
-      text_field: the parquet column or JSON key that holds the text.
-      document: "record" (a parquet row, a JSON line, a text file), "paragraph" or "line" (of text files), or "join":
-        rows or lines verbatim, blank ones included, to be joined to one document (WikiText's protocol).
+      text_field: the Parquet column or JSON key that holds the text.
+      document: what a document is: "record" (a Parquet row, a JSON line or a text file), "paragraph" or "line" (of a
+        text file), or "join". With "join", rows or lines are returned verbatim, blank ones included, for the caller to
+        join to a single document, as the perplexities of WikiText require.
     """
     place, empty = part.name, True
     try:
@@ -96,7 +103,7 @@ def read(part: Part, *, text_field: str, document: str) -> Iterator[Document | P
             blank = isinstance(item, Document) and document != "join" and not item.text.strip()
             yield Problem(EMPTY_DOCUMENT, place, "no text") if blank else item
     except _UNREADABLE as error:
-        yield Problem(UNREADABLE, place, f"reading stopped after this: {files.first_line(error)}")
+        yield Problem(UNREADABLE, place, f"reading stopped here: {files.first_line(error)}")
     else:
         if empty:
             yield Problem(EMPTY_FILE, part.name, "no documents")
@@ -129,7 +136,7 @@ def _read_parquet(part: Part, *, text_field: str, document: str) -> Iterator[Doc
 def _read_row_group(name: str, parquet: pq.ParquetFile, group: int, *, text_field: str) -> Iterator[Document | Problem]:
     row = 0
     for batch in parquet.iter_batches(batch_size=1024, row_groups=[group], columns=[text_field], use_threads=False):
-        # As bytes, because pyarrow refuses a whole batch for one string that is not UTF-8.
+        # As bytes, because one string that is not UTF-8 would make pyarrow reject the whole batch.
         for raw in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()).to_pylist():
             yield _document(raw, f"{name} row group {group} row {row}")
             row += 1
@@ -177,16 +184,18 @@ def _text_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _paragraphs(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Runs of lines that are not blank, with the number of their first line."""
+    """Joins consecutive lines that are not blank; yields each paragraph with the number of its first line."""
     run: list[bytes] = []
+    begin = 0
     for number, line in enumerate(lines, 1):
         if line.strip():
+            begin = begin if run else number
             run.append(line)
         elif run:
-            yield number - len(run), b"".join(run).rstrip(b"\r\n")
+            yield begin, b"".join(run).rstrip(b"\r\n")
             run = []
     if run:
-        yield number - len(run) + 1, b"".join(run).rstrip(b"\r\n")
+        yield begin, b"".join(run).rstrip(b"\r\n")
 
 
 _TEXT_UNITS = {"line": _text_lines, "paragraph": _paragraphs, "join": lambda lines: enumerate(lines, 1)}
@@ -194,20 +203,22 @@ _READERS = {"parquet": _read_parquet, "jsonl": _read_jsonl, "text": _read_text}
 
 
 def _decompressed(name: str) -> Iterator[bytes]:
-    """The file's bytes in chunks, decompressed by its ending."""
+    """Iterates over the content of a file in chunks; the ending of its name says how it is compressed."""
     with files.open_binary(name) as stream:
         if name.lower().endswith(".zst"):
             yield from _unzstd(iter(lambda: stream.read(_CHUNK), b""))
         elif name.lower().endswith(".gz"):
             plain = gzip.GzipFile(fileobj=stream)
-            yield from iter(lambda: plain.read1(_CHUNK), b"")  # `read` would lose what stands before a broken end
+            yield from iter(lambda: plain.read1(_CHUNK), b"")  # unlike `read`, returns what precedes a broken end
         else:
             yield from iter(lambda: stream.read(_CHUNK), b"")
 
 
 def _unzstd(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Decompresses one or many zstd frames. `stream_reader(read_across_frames=True)` takes a truncated last frame for
-    the end of the file; following each frame to its end does not."""
+    """Decompresses one or more zstd frames.
+
+    Each frame is followed to its end, because `stream_reader(read_across_frames=True)` does not report a truncated one.
+    """
     frame = None
     for chunk in chunks:
         while chunk:
@@ -215,7 +226,7 @@ def _unzstd(chunks: Iterable[bytes]) -> Iterator[bytes]:
             yield frame.decompress(chunk)
             chunk, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     if frame is not None:
-        raise EOFError("the zstd data end in the middle of a frame (truncated file)")
+        raise EOFError("the file is truncated: it ends inside a zstd frame")
 
 
 def _without_bom(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -226,8 +237,8 @@ def _without_bom(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines with their line ends; the last may have none."""
-    pending: list[bytes] = []  # joined once a line, so that a very long line does not cost its length squared
+    """Splits chunks into lines, which keep their line ends; the last line may have none."""
+    pending: list[bytes] = []  # joined once per line, because repeated joins take quadratic time on a long line
     for chunk in _without_bom(chunks):
         *whole, rest = chunk.split(b"\n")
         for line in whole:

@@ -1,8 +1,8 @@
-"""Batches as a pure function of the step: nothing to save, nothing to replay on resume.
+"""Reads batches as a pure function of the training step, so that resuming needs only the number of the step.
 
-b: rows of a process's share of a batch   T: seq_len   L: T + 1
+Shape suffixes: b rows of the part of a batch that a process reads, T tokens that a row trains on (seq_len), L = T + 1.
 
-Grain shuffles and prefetches. It imports jax itself, so the processes that prepare data never import this file.
+Grain shuffles and prefetches. It imports jax, so processes that prepare data never import this module.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,22 +15,16 @@ from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.errors import UserError
 
 Batch = dict[str, np.ndarray]
-_THREADS = 2  # reading releases the interpreter lock only in part; more do not help
-_AHEAD = 8  # batches
+_THREADS = 2  # reading holds the interpreter lock part of the time, so more threads do not help
+_PREFETCHED_BATCHES = 8
 
 
 class Batches:
-    """Step s -> batch s, for `steps` steps.
+    """Maps a step to its batch, for `steps` steps.
 
-    Rows are shuffled globally and without repetition in an epoch, each epoch in another order, an epoch running on
-    into the next within a batch. Batch s depends on the rows, `batch_size`, `seed` and s only; a process reads those
-    of its rows that its devices hold.
-
-    Args:
-      batch_size: rows of the global batch.
-      positions: which rows of each batch to read (`mesh.local_rows`); None: all.
-
-    Raises UserError where the rows are fewer than a batch.
+    All rows are shuffled, and each is used once per epoch. Every epoch has another order, and a batch may contain the
+    end of one epoch and the beginning of the next. Batch s depends only on the rows, `batch_size`, `seed` and s. Each
+    process reads only the rows that its devices hold.
     """
 
     def __init__(
@@ -42,16 +36,26 @@ class Batches:
         steps: int,
         positions: Sequence[int] | None = None,
     ):
+        """Sets up the order of the rows; reads nothing yet.
+
+        Args:
+          batch_size: the number of rows of a batch, over all processes.
+          positions: the rows of each batch that this process reads (`mesh.local_rows`); None for all.
+
+        Raises:
+          UserError: the split has fewer rows than a batch.
+        """
         if len(rows) < batch_size:
             raise UserError(
                 f"the {rows.split} split has {len(rows)} rows, fewer than a batch of {batch_size}; "
-                "use a smaller batch or sequence length, or more data"
+                "use a smaller batch, a shorter sequence length or more data"
             )
         self._rows = rows
         self._batch_size = batch_size
         self._steps = steps
         self._positions = range(batch_size) if positions is None else positions
-        # Grain's epoch e under seed s is epoch 0 under seed s + e: hashed, neighbouring seeds have nothing in common.
+        # Grain shuffles epoch e of seed s as it shuffles epoch 0 of seed s + e. Hashing the seed keeps the epochs of
+        # neighbouring seeds unrelated.
         hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         self._order = grain.MapDataset.range(len(rows)).shuffle(seed=hashed).repeat(None)
 
@@ -59,24 +63,26 @@ class Batches:
         return self._steps
 
     def row_indices(self, step: int) -> list[int]:
-        """The rows of the process's share of batch `step`, in time independent of `step`."""
+        """Returns which rows of the split this process reads for batch `step`, in time independent of `step`."""
         first = step * self._batch_size
         return [int(self._order[first + position]) for position in self._positions]
 
     def __getitem__(self, step: int) -> Batch:
-        """inputs, targets, segment_ids int32 [b, T] and weights float32 [b, T]; see `to_batch`."""
+        """Returns inputs, targets and segment_ids, int32 [b, T], and weights, float32 [b, T]; see `to_batch`."""
         return to_batch(self._rows.read(self.row_indices(step)))
 
     def iterate(self, from_step: int = 0) -> Iterator[Batch]:
-        """Batches from_step, from_step + 1, ... steps - 1, read ahead by threads."""
+        """Iterates over the batches from_step, from_step + 1, ..., steps - 1; threads read ahead."""
         steps = grain.MapDataset.source(self)[from_step:]
-        return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_AHEAD)))
+        options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_PREFETCHED_BATCHES)
+        return iter(steps.to_iter_dataset(options))
 
 
 def eval_batches(rows: PackedRows, batch_size: int, *, positions: Sequence[int] | None = None) -> Iterator[Batch]:
-    """Every row once, in order, in batches of one shape; the last is filled up with rows of weight 0.
+    """Iterates once over all rows in order, in batches of equal shape; the last is filled up with rows of weight 0.
 
-    `positions` are the rows of each batch to read, ascending; None: all.
+    Args:
+      positions: the rows of each batch to read, ascending; None for all.
     """
     positions = range(batch_size) if positions is None else positions
     for first in range(0, len(rows), batch_size):
@@ -87,19 +93,20 @@ def eval_batches(rows: PackedRows, batch_size: int, *, positions: Sequence[int] 
 
 
 def to_batch(rows_R: np.ndarray) -> Batch:
-    """Model inputs of packed rows [b].
+    """Converts packed rows [b] to the inputs of a model.
 
-    targets are the inputs shifted by one. weights are 1 where the target is a valid token of its input's own document:
-    0 where a document starts (no loss on BOS, as in the MesaNet paper), in padding, and where rows of a task have no
-    answer. segment_ids count the document starts within the row, from 0; padding stays in the last segment.
+    Returns:
+      inputs, int32 [b, T].
+      targets, int32 [b, T]: the inputs shifted by one token.
+      segment_ids, int32 [b, T]: the number of the document within the row, from 0; padding continues the last document.
+      weights, float32 [b, T]: 1 where the target counts in the loss. It is 0 where the target starts a document (no
+        loss on BOS, as in the MesaNet paper), is padding or, in rows of a task, is not an answer.
     """
     tokens_BL = rows_R["tokens"].astype(np.int32)
-    starts_BL = packing.starts(rows_R)
-    segments_BL = np.cumsum(starts_BL, axis=1, dtype=np.int32) - starts_BL[:, :1]
-    valid_BL = np.arange(tokens_BL.shape[1]) < rows_R["length"][:, None]
+    starts_BL = packing.document_starts(rows_R)
     return {
         "inputs": tokens_BL[:, :-1],
         "targets": tokens_BL[:, 1:],
-        "segment_ids": segments_BL[:, :-1],
-        "weights": (valid_BL & ~starts_BL & packing.counted(rows_R))[:, 1:].astype(np.float32),
+        "segment_ids": packing.segment_ids(starts_BL)[:, :-1],
+        "weights": (packing.valid(rows_R) & ~starts_BL & packing.counted(rows_R))[:, 1:].astype(np.float32),
     }

@@ -1,12 +1,12 @@
-"""The manifest of a prepared directory: what the rows are, where they came from, and their fingerprint."""
+"""Builds and reads the manifest of a prepared directory: what its rows are, their origin and their fingerprint."""
 
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from mesanet_jax.data.files import Directory
+from mesanet_jax.data.hashing import sha256_of_json
 from mesanet_jax.data.problems import Problems
 from mesanet_jax.data.tokenizer import Tokenizer
 from mesanet_jax.errors import UserError
@@ -14,13 +14,21 @@ from mesanet_jax.schema import Config
 
 VERSION = 1
 NAME = "manifest.json"
-COUNTS = ("documents", "text_bytes", "words", "tokens", "rows")  # of a split; `words` are separated by white space
+COUNTS = ("documents", "text_bytes", "words", "tokens", "rows")  # per split; `words` are separated by white space
 
 
 def build(
     records: Sequence[dict[str, Any]], *, config: Config, settings: dict[str, Any], tokens: Tokenizer
 ) -> dict[str, Any]:
-    """The manifest of finished units' records, in order. Raises UserError for a split without documents."""
+    """Builds the manifest from the records of the finished units.
+
+    Args:
+      records: in the order of the units.
+      settings: the settings and inputs that determine the rows.
+
+    Raises:
+      UserError: a split has no documents.
+    """
     problems = Problems(on_error="skip", max_errors=sys.maxsize)
     splits: dict[str, dict[str, Any]] = {}
     for record in records:
@@ -33,7 +41,8 @@ def build(
     for split, total in splits.items():
         total["padding_tokens"] = total["rows"] * (config.seq_len + 1) - total["tokens"]
         if not total["documents"]:
-            reason = str(problems) if problems.places else f"config.holdout={config.holdout} of the input is none"
+            held_out = f"config.holdout={config.holdout} of the input is less than one document"
+            reason = str(problems) if problems.places else held_out
             raise UserError(f"{config.output}: there are no documents for the {split} split: {reason}")
     special = {name: getattr(tokens, name) for name in ("bos_id", "eos_id", "pad_id")}
     described = {
@@ -51,38 +60,43 @@ def build(
 
 
 def fingerprint(manifest: dict[str, Any]) -> str:
-    """sha256 of what determines the rows and their meaning; where they came from and where they lie does not matter."""
+    """Returns the SHA-256 hash of what determines the rows and their meaning, without their origin and location."""
     shards = {
         split: [[shard["rows"], shard["sha256"]] for shard in record["shards"]]
         for split, record in manifest["splits"].items()
     }
     meaning = [manifest[key] for key in ("version", "seq_len", "vocab_size", "bos", "eos")]
-    return digest([meaning, manifest["tokenizer"]["hash"], shards])
-
-
-def digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return sha256_of_json([meaning, manifest["tokenizer"]["hash"], shards])
 
 
 def encode(value: Any) -> bytes:
+    """Returns the content of a JSON file."""
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
 def read(directory: Directory) -> dict[str, Any]:
-    """The manifest of a finished preparation. Raises UserError where it is missing, broken or of another version."""
+    """Reads the manifest of a finished preparation.
+
+    Raises:
+      UserError: the manifest is missing, broken or of another version.
+    """
     where = f"{directory.path}/{NAME}"
     content = directory.read(NAME)
     if content is None:
-        raise UserError(f"{where}: missing; run `python -m mesanet_jax.prepare` (an interrupted one goes on)")
+        raise UserError(
+            f"{where}: missing; run `python -m mesanet_jax.prepare`, which also resumes an interrupted preparation"
+        )
     try:
         manifest = json.loads(content)
         version = manifest["version"]
         intact = version != VERSION or fingerprint(manifest) == manifest["fingerprint"]
     except (ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{where}: not a manifest ({reason}); delete it and rerun prepare") from error
+        raise UserError(f"{where}: not a manifest ({reason}); delete it and prepare the data again") from error
     if version != VERSION:
-        raise UserError(f"{where}: version {version}, this program reads {VERSION}; prepare the data again")
+        raise UserError(
+            f"{where}: has version {version}, but this program reads version {VERSION}; prepare the data again"
+        )
     if not intact:
-        raise UserError(f"{where}: its fingerprint does not fit its content; delete it and rerun prepare")
+        raise UserError(f"{where}: its fingerprint does not match its content; delete it and prepare the data again")
     return manifest

@@ -1,17 +1,22 @@
-"""Packed rows: documents put end to end and cut into rows of fixed length, with every boundary kept.
+"""Packs documents into rows: puts them end to end and cuts the result into rows of fixed length.
 
-L: tokens in a row, seq_len + 1 (inputs and targets overlap in all but one)   N: tokens   R: rows
+Shape suffixes: L tokens of a row, seq_len + 1 (the inputs and the targets overlap in all but one), N tokens, R rows.
 
-A document longer than a row goes on in the next one, so no token is lost, and only the last row of a stream is padded.
-A stored row is self-contained: its tokens, one bit a token saying "a document starts here", and how many are valid. Rows of
-a task (`mesanet_jax.data.recall`) have a second bit, "this token is an answer", and as targets only answers count.
+A document that is longer than a row continues in the next one, so no token is lost, and only the last row of a stream
+is padded. A stored row is self-contained: it has its tokens, one bit per token that says whether a document starts
+there, and the number of valid tokens. Rows of a task (`mesanet_jax.data.recall`) have a second bit per token that says
+whether it is an answer; only answers count as targets.
 """
 
 import numpy as np
 
 
 def row_dtype(*, seq_len: int, vocab_size: int, answers: bool = False) -> np.dtype:
-    """The stored form of one row of seq_len + 1 tokens; `answers`: with the bits that mark them."""
+    """Returns the dtype of a stored row of seq_len + 1 tokens.
+
+    Args:
+      answers: whether rows have the bits that mark answers.
+    """
     length = seq_len + 1
     token = "<u2" if vocab_size <= 1 << 16 else "<u4"
     bits = ("u1", (-(-length // 8),))
@@ -19,31 +24,36 @@ def row_dtype(*, seq_len: int, vocab_size: int, answers: bool = False) -> np.dty
     return np.dtype(fields + [("answers", *bits)] * answers)
 
 
+def row_length(dtype: np.dtype) -> int:
+    """Returns L, the number of tokens of a row."""
+    return dtype["tokens"].shape[0]
+
+
 class Packer:
     """Cuts a stream of documents into rows as they fill up."""
 
     def __init__(self, dtype: np.dtype, *, pad_id: int):
         self._dtype = dtype
-        self._row_length = dtype["tokens"].shape[0]
+        self._row_length = row_length(dtype)
         self._pad_id = pad_id
         self._tokens: list[np.ndarray] = []
         self._starts: list[int] = []
         self._pending = 0
 
     def add(self, tokens_N: np.ndarray, *, starts: bool = True) -> None:
-        """Appends a document, or with starts=False more of the one before."""
+        """Appends a document or, with starts=False, a continuation of the previous one."""
         if starts and len(tokens_N):
             self._starts.append(self._pending)
         self._tokens.append(tokens_N)
         self._pending += len(tokens_N)
 
     def take(self) -> np.ndarray:
-        """The rows that are full, [R] of the row dtype; the rest stays."""
+        """Returns the rows that are full, [R] of the row dtype, and keeps the remaining tokens."""
         count = self._pending // self._row_length
         return self._cut(count)
 
     def flush(self) -> np.ndarray:
-        """All that is left, the last row padded."""
+        """Returns all remaining tokens as rows, [R] of the row dtype; the last one is padded."""
         return self._cut(-(-self._pending // self._row_length))
 
     def _cut(self, count: int) -> np.ndarray:
@@ -65,28 +75,45 @@ class Packer:
 
 
 def bits(marked_RL: np.ndarray) -> np.ndarray:
-    """bool [R, L] as a row stores it."""
+    """Packs bool [R, L] into the bytes that a row stores."""
     return np.packbits(marked_RL, axis=1, bitorder="little")
 
 
-def starts(rows_R: np.ndarray) -> np.ndarray:
-    """Where documents start, bool [R, L]."""
+def document_starts(rows_R: np.ndarray) -> np.ndarray:
+    """Returns bool [R, L], true at the first token of each document.
+
+    The first token of a row is one only if its document does not continue from the previous row.
+    """
     return _marked(rows_R, "starts")
 
 
+def segment_ids(starts_RL: np.ndarray) -> np.ndarray:
+    """Returns int32 [R, L] that counts the documents of each row from 0."""
+    return np.cumsum(starts_RL, axis=1, dtype=np.int32) - starts_RL[:, :1]
+
+
+def valid(rows_R: np.ndarray) -> np.ndarray:
+    """Returns bool [R, L], false at padding."""
+    return np.arange(row_length(rows_R.dtype)) < rows_R["length"][:, None]
+
+
 def counted(rows_R: np.ndarray) -> np.ndarray:
-    """Which tokens count as targets, bool [R, L]: the answers where rows have them, else all."""
-    answers = "answers" in rows_R.dtype.names
+    """Returns bool [R, L], true at the tokens that count as targets: the answers if rows have them, else all tokens."""
+    answers = "answers" in (rows_R.dtype.names or ())
     return _marked(rows_R, "answers") if answers else np.ones(rows_R["tokens"].shape, bool)
 
 
 def _marked(rows_R: np.ndarray, name: str) -> np.ndarray:
-    length = rows_R.dtype["tokens"].shape[0]
-    return np.unpackbits(rows_R[name], axis=1, count=length, bitorder="little").astype(bool)
+    return np.unpackbits(rows_R[name], axis=1, count=row_length(rows_R.dtype), bitorder="little").astype(bool)
+
+
+def stream(rows_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Joins consecutive rows: returns their tokens [N] without padding, and bool [N], true where documents start."""
+    valid_RL = valid(rows_R)
+    return rows_R["tokens"][valid_RL], document_starts(rows_R)[valid_RL]
 
 
 def documents(rows_R: np.ndarray) -> list[np.ndarray]:
-    """The token arrays of the documents in consecutive rows; the first may be the end of one begun earlier."""
-    valid_RL = np.arange(rows_R.dtype["tokens"].shape[0]) < rows_R["length"][:, None]
-    cuts = np.flatnonzero(starts(rows_R)[valid_RL])
-    return [part for part in np.split(rows_R["tokens"][valid_RL], cuts) if len(part)]
+    """Returns the token array of each document in consecutive rows; the first may be the end of an earlier one."""
+    tokens_N, starts_N = stream(rows_R)
+    return [part for part in np.split(tokens_N, np.flatnonzero(starts_N)) if len(part)]

@@ -1,9 +1,9 @@
-"""Work units: how the input is divided, the same whatever the number of workers."""
+"""Divides the input into units of work, independently of the number of workers."""
 
 import concurrent.futures
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,16 +13,18 @@ from mesanet_jax.data.files import Source
 from mesanet_jax.data.formats import Part
 from mesanet_jax.errors import UserError
 
-_COMPRESSED_TEXT = 4  # bytes of English text in a byte of zstd or gzip, roughly; it only balances units
-_FOOTERS_AT_ONCE = 16  # small remote reads, bound by latency
+_COMPRESSED_TEXT = 4  # rough compression ratio of English text; only affects the size of units
+_FOOTERS_AT_ONCE = 16  # threads; each makes small remote reads, which mostly wait
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Consecutive parts of one split, done by one worker at one time, giving one file of rows a split.
+    """Consecutive parts of a split that one worker processes; its rows go to one file per split.
 
-    `begins` and `ends` say whether the first document begins and the last ends in this unit: both do except where a
-    whole split is joined to one document.
+    Attributes:
+      index: the number of the unit, over all splits.
+      begins: whether the first document of the unit begins in it. It does unless a split is joined to one document.
+      ends: whether the last document of the unit ends in it.
     """
 
     index: int
@@ -33,15 +35,22 @@ class Unit:
 
     @property
     def name(self) -> str:
+        """The name of the unit in messages."""
         return f"unit {self.index} ({self.split}: {self.parts[0].name}{', ...' if len(self.parts) > 1 else ''})"
 
 
 def units(
-    sources: dict[str, Sequence[Source]], *, format: str, text_field: str, document: str, unit_mb: int
+    sources: Mapping[str, Sequence[Source]], *, format: str, text_field: str, document: str, unit_mb: int
 ) -> list[Unit]:
-    """The units of all splits, numbered through. `sources` gives the files of each split in order.
+    """Returns the units of all splits, each with about `unit_mb` MB of text.
 
-    Parquet files are cut at row groups and small pieces gathered until a unit holds about `unit_mb` MB of text.
+    Parquet files are cut at row groups. Small files and row groups are combined.
+
+    Args:
+      sources: the files of each split, in order.
+
+    Raises:
+      UserError: the format of a file is unknown, or does not fit the config's `document`.
     """
     planned: list[Unit] = []
     for split, of_split in sources.items():
@@ -55,11 +64,11 @@ def units(
 
 
 def _pieces(sources: Sequence[Source], *, format: str, text_field: str, document: str) -> Iterator[tuple[Part, float]]:
-    """The smallest divisible parts in order, each with the bytes of text it may hold."""
+    """Yields the smallest parts that the input can be divided into, each with an estimate of its bytes of text."""
     kinds = [formats.infer(source.name) if format == "auto" else format for source in sources]
     unsuitable = next((kind for kind in kinds if document in ("line", "paragraph") and kind != "text"), None)
     if unsuitable:
-        raise UserError(f"config.document={document}: is for text files; {unsuitable} has records, use document=record")
+        raise UserError(f"config.document={document}: needs text files; for {unsuitable}, set config.document=record")
     with concurrent.futures.ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         parquet = [source for source, kind in zip(sources, kinds) if kind == "parquet"]
         footers = pool.map(lambda source: _row_groups(source, text_field), parquet)
@@ -72,7 +81,10 @@ def _pieces(sources: Sequence[Source], *, format: str, text_field: str, document
 
 
 def _row_groups(source: Source, text_field: str) -> list[tuple[Part, float]]:
-    """A part for each row group; the whole file where it cannot be read, for the worker to report it in its place."""
+    """Returns a part for each row group.
+
+    If the file cannot be read, it becomes one part, so that the worker reports the problem in order.
+    """
     try:
         with files.open_binary(source.name) as stream:
             metadata = pq.ParquetFile(stream).metadata
@@ -105,11 +117,12 @@ def _gather(pieces: Iterator[tuple[Part, float]], *, limit: float) -> Iterator[t
 
 def _merged(parts: list[Part]) -> tuple[Part, ...]:
     """Consecutive row groups of one file become one part, so that the file is opened once."""
-    merged = []
+    merged: list[Part] = []
     for name, run in itertools.groupby(parts, key=lambda part: part.name):
-        run = list(run)
-        if run[0].row_groups is None:
-            merged.append(run[0])
+        first, *others = run
+        last = others[-1] if others else first
+        if first.row_groups is None or last.row_groups is None:
+            merged.append(first)
         else:
-            merged.append(Part(name, run[0].format, (run[0].row_groups[0], run[-1].row_groups[1])))
+            merged.append(Part(name, first.format, (first.row_groups[0], last.row_groups[1])))
     return tuple(merged)

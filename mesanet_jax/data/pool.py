@@ -1,6 +1,7 @@
-"""A pool of spawned processes that knows what each is doing, so that a death can be laid at a unit's door.
+"""Runs tasks in a pool of processes, and names the task during which a process died.
 
-Spawned, never forked: a fork copies locks held by other threads. `concurrent.futures` cannot say whose task killed it.
+The processes are spawned, not forked, because a fork copies locks that other threads hold. `concurrent.futures` is not
+used because it does not tell which task a process died in.
 """
 
 import contextlib
@@ -15,13 +16,19 @@ from typing import Any
 
 from mesanet_jax.errors import UserError
 
-Report = Callable[[int, int], None]  # (documents, bytes) done since the last report
+Report = Callable[[int, int], None]  # (documents, bytes) since the previous report
 
 
 def run(task: Callable[[Any, Report], Any], items: Sequence[Any], *, workers: int, report: Report) -> Iterator[Any]:
-    """Yields `task(item, report)` for every item, as they finish; items have a `name`. `task` must be picklable.
+    """Yields `task(item, report)` for every item, in the order in which they finish.
 
-    Raises UserError for a task's own UserError and for a worker that dies.
+    Args:
+      task: must be picklable; calls `report` with its progress.
+      items: each has a `name`, for errors.
+      report: called in this process with the progress of all tasks.
+
+    Raises:
+      UserError: a task raised UserError, or a worker process died.
     """
     context = multiprocessing.get_context("spawn")
     waiting = list(reversed(items))
@@ -33,7 +40,7 @@ def run(task: Callable[[Any, Report], Any], items: Sequence[Any], *, workers: in
             process = context.Process(target=_worker, args=(theirs, task), daemon=True)
             with _interrupts_held():
                 process.start()
-            theirs.close()  # so that a worker's death is the end of the file here
+            theirs.close()  # the worker holds the only copy, so the connection ends when it dies
             processes.append(process)
             _hand_out(ours, waiting, busy)
         while busy:
@@ -53,8 +60,8 @@ def run(task: Callable[[Any, Report], Any], items: Sequence[Any], *, workers: in
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C reaches the whole process group, and the parent decides: a worker is born with it blocked."""
-    resource_tracker.ensure_running()  # each spawn needs it, and starting it would let interrupts through again
+    """Blocks interrupts in workers started inside: Ctrl-C reaches all processes, but the parent decides what to do."""
+    resource_tracker.ensure_running()  # spawning would start it, and starting it unblocks interrupts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -85,12 +92,12 @@ def _receive(connection: Any, item: Any) -> tuple[str, Any]:
 
 
 def _death(item: Any) -> UserError:
-    hint = "killed, or out of memory: try a smaller config.workers"
-    return UserError(f"{item.name}: its worker process died ({hint}); rerun to go on")
+    advice = "it was killed or ran out of memory; run the same command again, perhaps with a smaller config.workers"
+    return UserError(f"{item.name}: its worker process died: {advice}")
 
 
 def _worker(connection: Any, task: Callable[[Any, Report], Any]) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process is enough
     while True:
         try:
             item = connection.recv()
@@ -105,4 +112,4 @@ def _worker(connection: Any, task: Callable[[Any, Report], Any]) -> None:
         try:
             connection.send(result)
         except ConnectionError:
-            return  # the parent is gone; what is finished is on disk
+            return  # the parent has ended; finished units are on disk

@@ -1,7 +1,9 @@
-"""Tokenizers of three kinds behind one interface: sentencepiece, Hugging Face `tokenizer.json`, bytes.
+"""Provides three kinds of tokenizers with the same interface: sentencepiece, Hugging Face `tokenizer.json` and bytes.
 
-What is promised of each: text never becomes a special id, whatever it spells; encoding loses nothing, so that decoding
-the ids of a whole document gives its text back; `hash` changes when the ids of some text could.
+Each of them guarantees that
+- text never becomes a special token, whatever it spells;
+- encoding is lossless: decoding the ids of a whole document returns its text;
+- `hash` changes whenever the ids of any text could change.
 """
 
 import abc
@@ -10,23 +12,30 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import sentencepiece
 import tokenizers
 
+from mesanet_jax.data.hashing import sha256_of_json
 from mesanet_jax.errors import UserError
 
-# What a vocabulary alone does not tell: dummy prefix, white space and Unicode normalisation.
+# Its ids reveal what a vocabulary does not: a dummy prefix, and the normalisation of white space and Unicode.
 _PROBE = " a  b\t\n\n\u00a0c\u3000\ufb01\u2460 e\u0301 \u00e9 1234 \U0001f600"
-_META_SPACE = "\u2581"  # how sentencepiece spells a space in its pieces
+_META_SPACE = "\u2581"  # stands for a space in the pieces of sentencepiece
 _LONG = 1 << 14  # characters
 _CHUNK = re.compile(rf".{{1,{_LONG}}}[^\n]*\n*", re.DOTALL)
 
 
 class Tokenizer(abc.ABC):
-    """Ids in [0, vocab_size). `bos_id`, `eos_id` and `pad_id` are never the ids of text."""
+    """Converts between text and token ids.
+
+    Attributes:
+      vocab_size: ids are in [0, vocab_size).
+      bos_id, eos_id, pad_id: special ids, which text never has.
+      hash: changes whenever the ids of any text could change.
+    """
 
     vocab_size: int
     bos_id: int
@@ -36,42 +45,47 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, int32, without BOS or EOS."""
+        """Returns the ids of each text, int32, without BOS and EOS."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids. Special ids are left out; half a character at an end becomes U+FFFD."""
+        """Returns the text of the ids, without special ids; an incomplete character at an end becomes U+FFFD."""
 
     @abc.abstractmethod
     def token_bytes(self) -> np.ndarray:
-        """int32 [vocab_size]: the UTF-8 bytes each id stands for, 0 for special ids.
+        """Returns int32 [vocab_size], the number of UTF-8 bytes that each id stands for; 0 for special ids.
 
-        The denominator of bits per byte, which makes losses of different tokenizers comparable.
+        Bits per byte divide by these numbers, which makes the losses of different tokenizers comparable.
         """
 
 
 class SentencePiece(Tokenizer):
-    """A sentencepiece `.model`. With byte fallback nothing is unknown; without it a model is refused."""
+    """A sentencepiece model. It must have byte fallback, without which it could not represent all text."""
 
     def __init__(self, content: bytes):
+        """Loads the content of a .model file.
+
+        Raises:
+          ValueError: the content is not a suitable model.
+        """
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(content)
         except RuntimeError as error:
-            raise ValueError("not a sentencepiece .model") from error
+            raise ValueError("this is not a sentencepiece .model") from error
         self.vocab_size = self._processor.vocab_size()
         self.bos_id, self.eos_id = self._processor.bos_id(), self._processor.eos_id()
         if self.bos_id < 0 or self.eos_id < 0:
-            raise ValueError("the sentencepiece model has no BOS or no EOS")
+            raise ValueError("the sentencepiece model has no BOS or no EOS token; use one that has both")
         ids = range(self.vocab_size)
         if not any(map(self._processor.is_byte, ids)):
-            raise ValueError("the sentencepiece model has no byte fallback, so it would lose text")
+            raise ValueError("the sentencepiece model has no byte fallback, so it would lose text; use one that has it")
         self.pad_id = self._processor.pad_id() if self._processor.pad_id() >= 0 else self.eos_id
         self._meta_space_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in _META_SPACE.encode()]
-        # A model that puts a space before every text can only be given whole texts, and loses U+2581 to a space.
+        # A model that puts a space before every text must be given whole texts; with it, U+2581 becomes a space.
         self._prefixed = self._processor.id_to_piece(self._processor.encode("x")[0]).startswith(_META_SPACE)
         described = [[self._processor.id_to_piece(i), self._processor.get_score(i), self._is_special(i)] for i in ids]
-        self.hash = _sha256(described + [self._processor.encode(_PROBE)])
+        self.hash = sha256_of_json(described + [self._processor.encode(_PROBE)])
 
     def _is_special(self, token: int) -> bool:
         return self._processor.is_control(token) or self._processor.is_unknown(token)
@@ -82,7 +96,7 @@ class SentencePiece(Tokenizer):
         return [np.array(self._joined(of_text, encoded), np.int32) for of_text in parts]
 
     def _joined(self, parts: list[str], encoded: Iterator[list[int]]) -> list[int]:
-        """The ids of a text from those of its parts, taken from `encoded`."""
+        """Returns the ids of a text; `encoded` yields the ids of its parts."""
         ids = (self._meta_space_ids if part == _META_SPACE else part_ids for part, part_ids in zip(parts, encoded))
         return list(itertools.chain.from_iterable(ids))
 
@@ -100,10 +114,11 @@ class SentencePiece(Tokenizer):
 
 
 def _parts(text: str) -> list[str]:
-    """Parts that are encoded one by one to the ids of the whole.
+    """Splits a text into parts whose ids, one after the other, are the ids of the text.
 
-    A long text is cut behind line ends, which no learnt piece crosses: sentencepiece's time grows faster than length.
-    U+2581 stands alone, to be spelt in bytes: encoded as it is, it would come back as a space.
+    A long text is cut after line ends, which no learnt piece crosses, because the time of sentencepiece grows faster
+    than the length of the text. U+2581 becomes a part of its own, which is then encoded as bytes: otherwise, decoding
+    would return a space in its place.
     """
     chunks = _CHUNK.findall(text) if len(text) > _LONG else [text]
     if _META_SPACE not in text:
@@ -112,34 +127,42 @@ def _parts(text: str) -> list[str]:
 
 
 class HuggingFace(Tokenizer):
-    """A byte-level `tokenizer.json` (GPT-2, Llama 3, Qwen). Others do not give the text back exactly: refused."""
+    """A `tokenizer.json` of Hugging Face.
+
+    It must be byte-level, like those of GPT-2, Llama 3 and Qwen, because others are not lossless.
+    """
 
     _BOS = ("<s>", "<bos>", "<|bos|>", "<|begin_of_text|>", "<|endoftext|>")
     _EOS = ("</s>", "<eos>", "<|eos|>", "<|end_of_text|>", "<|endoftext|>")  # GPT-2 has one token for both
 
     def __init__(self, content: bytes):
+        """Loads the content of a tokenizer.json.
+
+        Raises:
+          ValueError: the content is not a suitable tokenizer.
+        """
         try:
             described = json.loads(content)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as error:  # `tokenizers` raises bare Exception for a file it cannot read
-            raise ValueError("not a Hugging Face tokenizer.json") from error
+        except Exception as error:  # `tokenizers` raises a plain Exception if it cannot read the content
+            raise ValueError("this is not a Hugging Face tokenizer.json") from error
         if "ByteLevel" not in json.dumps(described["decoder"]):
             raise ValueError("the tokenizer.json is not byte-level; use the model's sentencepiece .model instead")
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text, not a boundary
+        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.bos_id, self.eos_id = self._special(self._BOS), self._special(self._EOS)
         self.pad_id = self.eos_id
         ignored = ("truncation", "padding", "post_processor")
-        self.hash = _sha256({key: value for key, value in described.items() if key not in ignored})
+        self.hash = sha256_of_json({key: value for key, value in described.items() if key not in ignored})
 
     def _special(self, names: Sequence[str]) -> int:
-        ids = filter(lambda token: token is not None, map(self._tokenizer.token_to_id, names))
-        try:
-            return next(ids)
-        except StopIteration:
-            raise ValueError(f"the tokenizer.json has none of the special tokens {', '.join(names)}") from None
+        """Returns the id of the first of the `names` that the vocabulary has."""
+        for token in map(self._tokenizer.token_to_id, names):
+            if token is not None:
+                return token
+        raise ValueError(f"the tokenizer.json has none of the special tokens {', '.join(names)}; add one of them")
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -149,8 +172,8 @@ class HuggingFace(Tokenizer):
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
 
     def token_bytes(self) -> np.ndarray:
-        # A byte-level vocabulary spells every byte as one printable character, so characters are bytes; added tokens
-        # that are not special are the exception, spelt as they are.
+        # A byte-level vocabulary writes every byte as one printable character, so the length of a token is its number
+        # of bytes. Added tokens that are not special are written as they are.
         sizes = np.zeros(self.vocab_size, np.int32)
         for text, token in self._tokenizer.get_vocab(with_added_tokens=False).items():
             sizes[token] = len(text)
@@ -160,7 +183,7 @@ class HuggingFace(Tokenizer):
 
 
 class Bytes(Tokenizer):
-    """UTF-8 bytes as ids, with three special ids behind them."""
+    """The bytes of UTF-8 as ids 0 to 255, followed by the ids of BOS, EOS and padding."""
 
     vocab_size, bos_id, eos_id, pad_id = 259, 256, 257, 258
     hash = hashlib.sha256(b"utf-8 bytes; bos 256, eos 257, pad 258").hexdigest()
@@ -176,9 +199,9 @@ class Bytes(Tokenizer):
 
 
 class Kind(NamedTuple):
-    """How a tokenizer is made from its file's content, and the file's name in a prepared directory."""
+    """How to make a tokenizer from the content of its file, and the name of the file in a prepared directory."""
 
-    make: Callable[[bytes | None], Tokenizer]
+    make: Callable[[bytes], Tokenizer]
     file: str | None
 
 
@@ -190,12 +213,19 @@ KINDS = {
 
 
 def load(kind: str, content: bytes | None, *, name: str) -> Tokenizer:
-    """A tokenizer from its file's content. Raises UserError, with the file's `name`, where it does not serve."""
+    """Makes a tokenizer from the content of its file.
+
+    Args:
+      kind: one of KINDS.
+      content: None for a kind without a file.
+      name: the name of the file, for the error.
+
+    Raises:
+      UserError: the file is not a suitable tokenizer of this kind.
+    """
+    if content is None and KINDS[kind].file:
+        raise UserError(f"{name}: missing; copy the file again, or prepare the data again")
     try:
-        return KINDS[kind].make(content)
+        return KINDS[kind].make(content or b"")
     except ValueError as error:
         raise UserError(f"{name}: {error}") from error
-
-
-def _sha256(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

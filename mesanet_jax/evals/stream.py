@@ -1,6 +1,6 @@
-"""A split as one contiguous stream, scored by overlapping windows: how perplexities of WikiText-103 are measured.
+"""Scores a split as one contiguous text by overlapping windows, as perplexities of WikiText-103 are measured.
 
-N tokens of the stream, W windows, B windows of a batch, T inputs of a window (the context), L = T + 1.
+Shape suffixes: N tokens of the text, B windows of a batch, T inputs of a window (the context), L = T + 1.
 """
 
 import dataclasses
@@ -16,11 +16,14 @@ from mesanet_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows of `context` inputs that begin every `stride` tokens; each token of the stream is scored once.
+    """Windows of `context` inputs, one every `stride` tokens, that score each token of the text once.
 
-    The first window scores all its targets, every other its last `stride`, which so see at least context - stride + 1
-    tokens: perplexity falls with the stride, at a cost of context / stride evaluations of each token. A stride of the
-    whole context gives disjoint blocks.
+    The first window scores all of its targets, and every other window its last `stride` targets, each of which is
+    predicted from at least context - stride + 1 tokens. A smaller stride gives more context, and so a lower
+    perplexity, but processes each token context / stride times. If the stride is the context, windows are disjoint.
+
+    Raises:
+      UserError: the stride is not between 1 and the context.
     """
 
     context: int
@@ -31,23 +34,21 @@ class Windows:
             raise UserError(f"--stride={self.stride}: must be at least 1 and at most --context={self.context}")
 
     def count(self, tokens: int) -> int:
-        """Windows that a stream of `tokens` takes."""
+        """Returns the number of windows that score a text of `tokens` tokens."""
         return 1 + max(0, -(-(tokens - 1 - self.context) // self.stride))
 
 
 def read(rows: PackedRows) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens [N] of a whole split in order, without padding, and where documents start, bool [N]; held in memory.
+    """Reads a whole split into memory: its tokens [N] in order without padding, and bool [N], where documents start.
 
     Raises:
-      UserError: the rows are those of a task, no text.
+      UserError: the rows are those of a task, in which only answers are scored.
     """
     if rows.answers:
         raise UserError(
-            "--protocol=stream: scores every token, but of these rows only answers count; use --protocol=rows"
+            "--protocol=stream: scores every token, but in these data only answers are scored; use --protocol=rows"
         )
-    rows_R = rows.read(range(len(rows)))
-    valid_RL = np.arange(rows_R.dtype["tokens"].shape[0]) < rows_R["length"][:, None]
-    return rows_R["tokens"][valid_RL], packing.starts(rows_R)[valid_RL]
+    return packing.stream(rows.read(range(len(rows))))
 
 
 def batches(
@@ -58,10 +59,13 @@ def batches(
     batch_size: int,
     positions: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
-    """Model inputs [B,T] of the windows in order, as `mesanet_jax.data.loader.to_batch` makes them of rows.
+    """Iterates over the windows in order, as batches [B, T] like those of `mesanet_jax.data.loader.to_batch`.
 
-    Weights are 1 where a target is scored here: never the start of a document, of which nothing is known, and no target
-    twice. The last batch is filled up with windows of weight 0. `positions` are the rows of a batch to make, all unless given.
+    The weight of a target is 1 in the one window that scores it, except where a document starts: nothing is known of
+    its first token. The last batch is filled up with windows of weight 0.
+
+    Args:
+      positions: the rows of each batch to make; None for all.
     """
     position_B = np.arange(batch_size) if positions is None else np.asarray(positions)
     count = windows.count(len(tokens_N))
@@ -72,11 +76,10 @@ def batches(
         begin_B1 = windows.stride * (first + position_B)[:, None]
         place_BL = begin_B1 + np.arange(windows.context + 1)
         starts_BL = starts_N[place_BL]
-        segments_BL = np.cumsum(starts_BL, axis=1, dtype=np.int32)
         unscored_BL = (place_BL > begin_B1 + windows.context - windows.stride) | (begin_B1 == 0)
         yield {
             "inputs": tokens_N[place_BL[:, :-1]].astype(np.int32),
             "targets": tokens_N[place_BL[:, 1:]].astype(np.int32),
-            "segment_ids": segments_BL[:, :-1],
+            "segment_ids": packing.segment_ids(starts_BL)[:, :-1],
             "weights": (unscored_BL & ~starts_BL)[:, 1:].astype(np.float32),
         }

@@ -1,0 +1,1 @@
+"""Decoding: how tokens are drawn, the engine that draws them, and text from tokens as they arrive."""

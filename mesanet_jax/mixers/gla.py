@@ -1,58 +1,59 @@
-"""Gated linear attention: G_t = G_{t-1} gamma_t + beta_t v_t k_t^T, o_t = G_t q_t.
+"""Gated linear attention: G_t = gamma_t G_{t-1} + beta_t v_t k_t^T, o_t = G_t q_t.
 
-As it stands, the form of MesaNet's Table 1, one decay a head. The published GLA (arXiv 2312.06635) forgets each key
-channel by a gate of its own, in place of an input gate, and convolves and normalises nothing (`configs/gla.py:440m-published`).
+By default this is the form of MesaNet's Table 1, with one decay per head. The published GLA (arXiv 2312.06635,
+`configs/gla.py:440m-published`) has a decay for each key channel instead of an input gate, and neither convolves its
+queries, keys and values nor normalises its queries and keys.
 
 B batch, T time, H heads, K key size, V value size.
 """
 
-from mesanet_jax.flops import products
-from mesanet_jax.layers import l2_normalize
+from mesanet_jax.flops import Flops, products
+from mesanet_jax.mixers.backends import implementation_field
 from mesanet_jax.mixers.gates import VECTOR_DECAY_FIELDS
-from mesanet_jax.mixers.matrix_memory import PARALLEL_FIELDS, PROJECTION_FIELDS, Controlled
+from mesanet_jax.mixers.matrix_memory import LAYER_FIELDS, MatrixMemory
 from mesanet_jax.schema import Field
 from mesanet_kernels import gated_linear_attention, gated_linear_attention_step
 
-# A memory that only adds bears queries and keys of any length.
-NORMALIZE_FIELDS = {"normalize_keys": Field(True, "L2-normalise queries and keys of a head", fixed=True)}
+# Options of the families whose memory only adds up writes (GLA, Mamba2): it works with queries and keys of any length.
+ADDITIVE_FIELDS = {
+    **LAYER_FIELDS,
+    "normalize_keys": Field(True, "L2-normalise the queries and keys of each head", fixed=True),
+    "implementation": implementation_field("gated_linear_attention"),
+}
 
-KERNEL_FIELDS = {
-    **PARALLEL_FIELDS,
-    "implementation": Field(None, "backend of the kernel library; none: the best that applies", kind=str, choices=("reference", "xla", "pallas_gpu", "pallas_tpu")),
-}  # fmt: skip
+
+def additive_flops(heads: int, key_size: int, value_size: int, chunk: int) -> Flops:
+    """Returns the FLOPs per token of gated linear attention in chunks of `chunk` tokens.
+
+    Inside a chunk: scores and their product with the values. On the state: a write and a read.
+    """
+    inside, state = 2 * chunk * (key_size + value_size), 4 * key_size * value_size
+    return products(heads * (inside + state))
 
 
-class GLA(Controlled):
-    """The controlled layer with both gates."""
+class GLA(MatrixMemory):
+    """Gated linear attention with a decay and an input gate."""
 
     SECTION = "gla"
     FIELDS = {
-        **PROJECTION_FIELDS,
-        **NORMALIZE_FIELDS,
-        "input_gate": Field(True, "beta, the strength of a write, is a sigmoid of the stream; without it, 1", fixed=True),
+        **ADDITIVE_FIELDS,
         **VECTOR_DECAY_FIELDS,
-        **KERNEL_FIELDS,
-    }  # fmt: skip
+        "input_gate": Field(
+            True,
+            "scale what is written by beta, a sigmoid of the stream; without the gate, beta is 1",
+            fixed=True,
+        ),
+    }
+    ROW_OP, TOKEN_OP = staticmethod(gated_linear_attention), staticmethod(gated_linear_attention_step)
 
-    def _make_input_gate(self, model, *, rngs):
-        return super()._make_input_gate(model, rngs=rngs) if model.gla.input_gate else None
-
-    def _add_parameters(self, options, *, rngs):
+    def _add_gates(self, model, options, *, rngs):
         self.normalize_keys = options.normalize_keys
+        self.input_gate = self._make_input_gate(model, rngs=rngs) if options.input_gate else None
+        self.decay_gate = self._make_decay(model, options, rngs=rngs)
 
-    def _normalize(self, x):
-        return l2_normalize(x) if self.normalize_keys else x
+    def _call_op(self, op, x, q, k, v):
+        beta = None if self.input_gate is None else self.input_gate(x)
+        return op(q, k, v, self.decay_gate(x), beta=beta)
 
-    def _mix(self, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, *, memory, segment_ids):
-        return gated_linear_attention(
-            q_BTHK, k_BTHK, v_BTHV, log_decay_BTH,
-            beta=beta_BTH, segment_ids=segment_ids, initial_state=memory, **self.parallel,
-        )  # fmt: skip
-
-    def _mix_token(self, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, *, memory):
-        return gated_linear_attention_step(q_BHK, k_BHK, v_BHV, log_decay_BH, memory, beta=beta_BH)
-
-    def _op_flops(self, chunk):
-        """Scores and their product with the values inside a chunk, a write to the state, a read of it."""
-        inside, state = 2 * chunk * (self.key_size + self.value_size), 4 * self.key_size * self.value_size
-        return products(self.heads * (inside + state))
+    def _op_flops(self, chunk) -> Flops:
+        return additive_flops(self.heads, self.key_size, self.value_size, chunk)

@@ -1,5 +1,7 @@
 """The Mesa layer: each token solves a ridge regression over the past for its query (MesaNet, arXiv 2506.05233).
 
+docs/mesa.md explains its mathematics.
+
 B batch, T time, H heads, K key size, V value size.
 """
 
@@ -10,31 +12,65 @@ import numpy as np
 from mesanet_jax.errors import UserError
 from mesanet_jax.flops import Flops, products, solves
 from mesanet_jax.layers import param
+from mesanet_jax.mixers.backends import implementation_field
 from mesanet_jax.mixers.gates import DECAY_FIELDS
-from mesanet_jax.mixers.matrix_memory import EMPTY, PARALLEL_FIELDS, PROJECTION_FIELDS, Controlled
-from mesanet_jax.schema import Field
+from mesanet_jax.mixers.matrix_memory import LAYER_FIELDS, NO_STATE, MatrixMemory
+from mesanet_jax.schema import Config, Field
 from mesanet_kernels import mesa, mesa_step
 
+SOLVER_FIELDS = {
+    "solver": Field(
+        "cg",
+        "linear solver of the kernel library: conjugate gradients, plain or preconditioned",
+        choices=("cg", "pcg"),
+    ),
+    "max_iters": Field(
+        30,
+        "maximum number of solver iterations, the same in training, evaluation and decoding",
+        at_least=1,
+    ),
+    "tol": Field(
+        0.0,
+        "stop a solve once its residual is at most this fraction of the initial one; 0: always max_iters iterations",
+        at_least=0.0,
+    ),
+}
 
-class Mesa(Controlled):
-    """Appendix E of the paper; its memory is (h_kk [B, H, K, K], h_kv [B, H, K, V])."""
+
+class Mesa(MatrixMemory):
+    """Appendix E of the paper: H_t accumulates k k^T, G_t accumulates v k^T, o_t = G_t (H_t + diag(lambda))^{-1} q_t.
+
+    Its memory is (h_kk [B, H, K, K], h_kv [B, H, K, V]).
+    """
 
     SECTION = "mesa"
     FIELDS = {
-        **PROJECTION_FIELDS,
-        "decay_cap": Field(0.9975, "b in gamma <- gamma (1 - (1 - b) beta^2); 1 switches the cap off (G.5)", fixed=True),
+        **LAYER_FIELDS,
         **DECAY_FIELDS,
-        "lambda_floor": Field(0.25, "lower bound of the ridge lambda (G.5)", at_least=0.0, fixed=True),
-        "lambda_init": Field(1.0, "initial lambda, above the floor (G.5)", fixed=True),
-        "solver": Field("cg", "linear solver of the kernel library", choices=("cg", "pcg")),
-        "max_iters": Field(30, "solver iterations at most, in training, evaluation and decoding alike", at_least=1),
-        "tol": Field(0.0, "stop a row at this residual relative to its first; 0: always max_iters", at_least=0.0),
-        **PARALLEL_FIELDS,
-        "implementation": Field(None, "backend of the kernel library; none: the best that applies", kind=str, choices=("reference", "xla", "pallas_gpu", "pallas_tpu")),
-    }  # fmt: skip
+        "decay_cap": Field(
+            0.9975,
+            "b in gamma (1 - (1 - b) beta^2), which replaces gamma; 1 switches the cap off (MesaNet, appendix G.5)",
+            fixed=True,
+        ),
+        "lambda_floor": Field(
+            0.25,
+            "lower bound of the ridge parameter lambda (MesaNet, appendix G.5)",
+            at_least=0.0,
+            fixed=True,
+        ),
+        "lambda_init": Field(
+            1.0,
+            "initial lambda, above the floor (MesaNet, appendix G.5)",
+            fixed=True,
+        ),
+        **SOLVER_FIELDS,
+        "implementation": implementation_field("mesa"),
+    }
+    ROW_OP, TOKEN_OP = staticmethod(mesa), staticmethod(mesa_step)
 
     @classmethod
-    def check(cls, model) -> None:
+    def check(cls, model: Config) -> None:
+        """Raises UserError for options that do not fit together."""
         super().check(model)
         floor, initial = model.mesa.lambda_floor, model.mesa.lambda_init
         if initial <= floor:
@@ -42,64 +78,53 @@ class Mesa(Controlled):
         if not 0.0 < model.mesa.decay_cap <= 1.0:
             raise UserError(f"config.model.mesa.decay_cap={model.mesa.decay_cap}: must be above 0 and at most 1")
 
-    def _add_parameters(self, options, *, rngs):
+    def _add_gates(self, model, options, *, rngs):
+        self.input_gate = self._make_input_gate(model, rngs=rngs)
+        self.decay_gate = self._make_decay(model, options, rngs=rngs)
         self.decay_cap, self.lambda_floor = options.decay_cap, options.lambda_floor
-        self.solve = {name: options[name] for name in ("solver", "max_iters", "tol")}
+        self.solver_options = {name: options[name] for name in SOLVER_FIELDS}
         raw = float(np.log(np.expm1(options.lambda_init - options.lambda_floor)))
         self.lambda_raw = param(rngs, jax.nn.initializers.constant(raw), (self.heads, self.key_size), ("heads", None))
 
-    def _gates(self, x):
-        """log gamma with the cap of G.5, and beta."""
-        log_decay, beta = super()._gates(x)
-        return log_decay + jnp.log1p(-(1.0 - self.decay_cap) * jnp.square(beta)), beta
-
-    def _lambda(self):
+    def _lambda(self) -> jax.Array:
+        """Returns the diagonal of the ridge regularisation, [H, K]."""
         return self.lambda_floor + jax.nn.softplus(self.lambda_raw[...])
 
-    def _mix(self, *args, **kwargs):
-        return self._mesa(*args, **kwargs)[:2]
+    def _call_op(self, op, x, q, k, v):
+        beta = self.input_gate(x)
+        log_decay = self.decay_gate(x) + jnp.log1p(-(1.0 - self.decay_cap) * jnp.square(beta))
+        return op(q, k, v, log_decay, beta, self._lambda(), **self.solver_options)
 
-    def _mesa(self, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, *, memory, segment_ids):
-        return mesa(
-            q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, self._lambda(),
-            segment_ids=segment_ids, initial_state=memory, **self.solve, **self.parallel,
-        )  # fmt: skip
+    def with_stats(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns the layer's output and its statistics.
 
-    def observe(self, x_BTD, segment_ids_BT):
-        """The layer's output, and {"solver_iterations": mean steps of each head's solves [H]} where these may differ."""
-        seen = {}
-
-        def mix(*args, **kwargs):
-            o_BTHV, memory, iterations_BTH = self._mesa(*args, **kwargs)
-            if self.solve["tol"] > 0:
-                seen["solver_iterations"] = jnp.mean(iterations_BTH.astype(jnp.float32), axis=(0, 1))
-            return o_BTHV, memory
-
-        return self._run_row(x_BTD, EMPTY, segment_ids=segment_ids_BT, mix=mix)[0], seen
-
-    def _mix_token(self, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, *, memory):
-        o_BHV, memory, _ = mesa_step(
-            q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, self._lambda(), memory, **self.solve
-        )  # fmt: skip
-        return o_BHV, memory
+        These are {"solver_iterations": mean over the tokens for each head, [H]} if solves may stop early, else {}.
+        """
+        y_BTD, _, (iterations_BTH,) = self._run_rows(x_BTD, NO_STATE, segment_ids=segment_ids_BT)
+        if self.solver_options["tol"] == 0:
+            return y_BTD, {}
+        return y_BTD, {"solver_iterations": jnp.mean(iterations_BTH.astype(jnp.float32), axis=(0, 1))}
 
     def _empty_memory(self, batch):
         h_kk_BHKK = jnp.zeros((batch, self.heads, self.key_size, self.key_size), jnp.float32)
         return h_kk_BHKK, super()._empty_memory(batch)
 
-    def _op_flops(self, chunk):
-        """The states, the solve and the readout, and beside their backward passes the gradient of e* H q* (mesanet.md 1.6)
-        in keys, state and decays; the operator's diagonal serves both solves."""
-        # One product of a token with a chunk or a state, of keys and of values.
+    def _op_flops(self, chunk) -> Flops:
+        """Counts the states, the solve and the readout, and what their gradients cost beyond twice as much.
+
+        That is the gradient of e* H q* in keys, state and decays (docs/mesa.md, "Its gradient"). The diagonal of the
+        operator is computed once for the solves of both passes.
+        """
+        # One product of a token with a chunk, or with a state, of keys and of values.
         inside, outside = 2 * chunk * self.key_size, 2 * self.key_size**2
         value_inside, value_outside = 2 * chunk * self.value_size, 2 * self.key_size * self.value_size
-        step = 2 * inside + outside  # (P K^T . M) K + P S
-        iterations = self.solve["max_iters"] + 1  # and the residual of the starting point
+        apply_operator = 2 * inside + outside  # (P K^T . M) K + P S
+        applications = self.solver_options["max_iters"] + 1  # one more for the residual of the starting point
         diagonal, operator_gradient = inside, 3 * inside + 2 * outside
-        a_head = (
+        per_head = (
             products(outside + value_outside)
             + products(inside + value_inside + value_outside)
-            + solves(iterations * step)
+            + solves(applications * apply_operator)
             + Flops(diagonal, diagonal + operator_gradient)
         )
-        return a_head * self.heads
+        return per_head * self.heads

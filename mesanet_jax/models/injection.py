@@ -1,11 +1,11 @@
-"""A memory read through keys and values: those of the position before's final state are mixed into the token's own.
+"""A memory read through attention's keys and values: they are mixed with projections of the memory m.
 
     k = g_local k + g_memory W_k m,    v = g_local v + g_memory W_v m,    g = 2 sigmoid(G a)
 
-(Maglev, arXiv 2608.02870, Eq. 6-8; LRT, arXiv 2605.26797.) What is mixed is what a cache holds, so a window of keys
-and values needs no more room than without a memory.
+(Maglev, arXiv 2608.02870, Eq. 6-8; LRT, arXiv 2605.26797.) The mixed keys and values are what a cache holds, so a cache
+needs no more room than without a memory.
 
-B batch, T time, D model width, G key/value heads, K head size, N gates a token.
+B batch, T time, D model width, G key/value heads, K head size, C channels that gates read, N gates per token.
 """
 
 from collections.abc import Callable
@@ -15,27 +15,58 @@ import jax
 from flax import nnx
 
 from mesanet_jax.layers import Linear, RMSNorm, rms_normalize
-from mesanet_jax.schema import Field
+from mesanet_jax.schema import Config, Field
 
-# Maglev's text leaves most of these open; LRT's code has gates a head, on raw keys. Maglev's Eq. 8 is "elementwise", which
-# either choice of gate is; a gate a channel of rotated keys would make scores depend on where two tokens are in the row,
-# no longer on their distance alone, and costs 7 % of a step.
-FIELDS = {
-    "gate": Field("head", "gates of the mix: one a channel of keys and values, or one a key/value head", choices=("channel", "head"), fixed=True),
-    "gate_input": Field("normed", "what gates read: the sublayer's normed input, or the stream itself", choices=("normed", "stream"), fixed=True),
-    "gate_channels": Field(None, "they read so many of its first channels; none: all", kind=int, at_least=1, fixed=True),
-    "memory_gate_bias": Field(None, "initial bias of the memory's gate, 2 sigmoid(it); none: no bias, a gate of 1", kind=float, fixed=True),
-    "mix_keys": Field(
-        "normed", "keys are mixed after rotation and norm of each, or raw, before both", choices=("normed", "raw"), fixed=True
-    ),
-    "memory_key_gain": Field(False, "a learned gain in the norm of the memory's keys (of normed keys)", fixed=True),
-}  # fmt: skip
+
+def injection_fields(*, gate_channels: int | None, mix_keys: str) -> dict[str, Field]:
+    """The config fields of the injection; the arguments are defaults, which differ between Maglev and LRT.
+
+    Maglev's text leaves most of these choices open. Its Eq. 8 says "elementwise", which fits both kinds of gate. With
+    one gate per channel of rotated keys, scores depend on the absolute positions of two tokens, not only on their
+    distance; with one gate per head, as in LRT's code, they do not.
+    """
+    return {
+        "gate": Field(
+            "head",
+            "gates of the mix: one per channel of keys and values, or one per key/value head",
+            choices=("channel", "head"),
+            fixed=True,
+        ),
+        "gate_input": Field(
+            "normed",
+            "what the gates read: the normed input of the attention sublayer, or the stream itself",
+            choices=("normed", "stream"),
+            fixed=True,
+        ),
+        "gate_channels": Field(
+            gate_channels,
+            "the gates read this many of the first channels of their input; none: all",
+            kind=int,
+            at_least=1,
+            fixed=True,
+        ),
+        "memory_gate_bias": Field(
+            None,
+            "initial bias b of the memory's gate, which then starts at 2 sigmoid(b); none: no bias, and a start at 1",
+            kind=float,
+            fixed=True,
+        ),
+        "mix_keys": Field(
+            mix_keys,
+            "mix keys after rotating and norming each (normed), or before both (raw)",
+            choices=("normed", "raw"),
+            fixed=True,
+        ),
+        "memory_key_gain": Field(
+            False, "give the norm of the memory's keys a learned gain (only if mix_keys=normed)", fixed=True
+        ),
+    }
 
 
 class Injection(nnx.Module):
-    """W_k, W_v and the gates of one layer. W starts as the token's own projections do, gates at 1."""
+    """W_k, W_v and the gates of one layer. W starts like the token's own projections, and the gates start at 1."""
 
-    def __init__(self, model, kv_width: int, *, rngs: nnx.Rngs):
+    def __init__(self, model: Config, kv_width: int, *, rngs: nnx.Rngs):
         initializers, axes = jax.nn.initializers, ("embed", "heads")
         uniform = initializers.variance_scaling(1.0, "fan_in", "uniform")
         self.key = Linear(model.dim, kv_width, axes=axes, rngs=rngs, init=uniform)
@@ -46,34 +77,47 @@ class Injection(nnx.Module):
         bias = model.memory_gate_bias
         self.local_gate = gate()
         self.memory_gate = gate(bias_init=None if bias is None else initializers.constant(bias))
-        norm = lambda: RMSNorm(model.head_dim, rngs=rngs, eps=model.norm_eps, axes=(None,))
+        norm = partial(RMSNorm, model.head_dim, rngs=rngs, eps=model.norm_eps, axes=(None,))
         self.key_norm = norm() if model.memory_key_gain else None
         self.head_dim, self.eps = model.head_dim, model.norm_eps
         self.gate_input, self.mix_keys = model.gate_input, model.mix_keys
 
-    def __call__(self, x_BTD, a_BTD, memory_BTD, k_BTGK, v_BTGK, *, finish: Callable, rotate: Callable):
-        """The mixed keys, as attention takes them, and values.
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        a_BTD: jax.Array,
+        memory_BTD: jax.Array,
+        k_BTGK: jax.Array,
+        v_BTGK: jax.Array,
+        *,
+        finish: Callable[[jax.Array], jax.Array],
+        rotate: Callable[[jax.Array], jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
+        """The mixed keys, ready for attention, and the mixed values.
 
         Args:
-          x_BTD, a_BTD: the stream and the sublayer's normed input.
-          memory_BTD: each token's memory, that of the position before.
-          k_BTGK, v_BTGK: the token's own keys and values, keys as projected.
-          finish: what makes a projected key one that attention takes: rotation, norm, scale.
+          x_BTD, a_BTD: the stream, and the normed input of the sublayer.
+          memory_BTD: the memory that each position reads.
+          k_BTGK, v_BTGK: the token's own keys and values, as projected.
+          finish: makes projected keys ready for attention: rotation, norm and scale.
           rotate: the same without the norm.
         """
-        heads = lambda y: y.reshape(*y.shape[:2], -1, self.head_dim)
-        source_BTD = a_BTD if self.gate_input == "normed" else x_BTD
-        gate = lambda linear: self._gate(linear, source_BTD[..., : self.channels])
-        local, memory = gate(self.local_gate), gate(self.memory_gate)
-        memory_k_BTGK, memory_v_BTGK = heads(self.key(memory_BTD)), heads(self.value(memory_BTD))
+        source_BTC = (a_BTD if self.gate_input == "normed" else x_BTD)[..., : self.channels]
+        local, memory = self._gate(self.local_gate, source_BTC), self._gate(self.memory_gate, source_BTC)
+        memory_k_BTGK, memory_v_BTGK = self._heads(self.key(memory_BTD)), self._heads(self.value(memory_BTD))
         v_BTGK = local * v_BTGK + memory * memory_v_BTGK
         if self.mix_keys == "raw":
             return finish(local * k_BTGK + memory * memory_k_BTGK), v_BTGK
-        norm = self.key_norm or (lambda y: rms_normalize(y, self.eps))
-        return local * finish(k_BTGK) + memory * rotate(norm(memory_k_BTGK)), v_BTGK
+        return local * finish(k_BTGK) + memory * rotate(self._norm(memory_k_BTGK)), v_BTGK
+
+    def _heads(self, y_BTW):
+        return y_BTW.reshape(*y_BTW.shape[:2], -1, self.head_dim)
+
+    def _norm(self, k_BTGK):
+        return rms_normalize(k_BTGK, self.eps) if self.key_norm is None else self.key_norm(k_BTGK)
 
     def _gate(self, linear: Linear, source_BTC):
-        """[B,T,G,K], or [B,T,G,1] of gates a head."""
+        """[B,T,G,K] with one gate per channel, [B,T,G,1] with one per head."""
         g_BTN = 2 * jax.nn.sigmoid(linear(source_BTC))
         width = self.key.kernel.shape[-1]
         return g_BTN.reshape(*g_BTN.shape[:2], width // self.head_dim, -1)

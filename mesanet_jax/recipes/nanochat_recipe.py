@@ -1,49 +1,61 @@
-"""The recipe of nanochat (karpathy/nanochat 92d63d4), as values of a config whose model is set already."""
+"""The training recipe of nanochat (github.com/karpathy/nanochat, commit 92d63d4), as values of a config.
+
+nanochat scales everything with the depth: width, batch, number of steps, learning rates and weight decay.
+"""
 
 import math
 
 from mesanet_jax.config import default_config
 from mesanet_jax.recipes.backbone import small
+from mesanet_jax.schema import Config
 
 DEPTHS = ("d12", "d20")
 SMALL = ("demo", "smoke")
 SIZES = (*DEPTHS, *SMALL)
 HEAD_DIM = 128
 
-REFERENCE_WIDTH, REFERENCE_DEPTH, REFERENCE_BATCH = 768, 12, 2**19  # d12, whose batch is counted in tokens
+# The run at which nanochat's learning rates and weight decay are stated: d12, with a batch of so many tokens.
+REFERENCE_WIDTH, REFERENCE_DEPTH, REFERENCE_BATCH = 768, 12, 2**19
 
 
-def recipe(config, *, ratio: float = 12.0, batch_tokens: int | None = None) -> None:
-    """Rows of 2048, `ratio` tokens for each parameter of blocks and head, and the optimizer scaled to both.
+def recipe(config: Config, *, ratio: float = 12.0, batch_tokens: int | None = None) -> None:
+    """Sets the length, the batch and the optimizer of a run whose model is already set, in place.
 
-    A batch of `batch_tokens` grows with the run unless given. (100 tokens and 2^19: Maglev, 83,000 steps of d20.)
+    Rows have 2048 tokens.
+
+    Args:
+      config: the run.
+      ratio: training tokens for each parameter of the blocks and the head. Maglev uses 100, for 83,000 steps of d20.
+      batch_tokens: tokens of a batch; None: a power of two that grows with the size of the model.
     """
     model = config.model
     size = scaling_parameters(model.dim, model.layers, model.vocab_size)
     growth = size / scaling_parameters(REFERENCE_WIDTH, REFERENCE_DEPTH, model.vocab_size)
-    if batch_tokens is None:
-        batch_tokens = 2 ** round(math.log2(REFERENCE_BATCH * growth**0.383))
+    tokens = batch_tokens or 2 ** round(math.log2(REFERENCE_BATCH * growth**0.383))
     config.data.seq_len = 2048
-    config.data.batch_size = batch_tokens // config.data.seq_len
-    config.steps = int(ratio * size) // batch_tokens
-    optimizer(config, batch_scale=math.sqrt(batch_tokens / REFERENCE_BATCH), decay_scale=1 / growth)
+    config.data.batch_size = tokens // config.data.seq_len
+    config.steps = int(ratio * size) // tokens
+    optimizer(config, batch_scale=math.sqrt(tokens / REFERENCE_BATCH), decay_scale=1 / growth)
     config.optimizer.warmup_steps = 40
 
 
 def scaling_parameters(dim: int, layers: int, vocab_size: int) -> int:
-    """Parameters of the blocks' matrices and the head: 435,159,040 of d20."""
+    """Returns the number of parameters in the blocks' matrices and the head (d20: 435,159,040)."""
     return 12 * dim**2 * layers + vocab_size * dim
 
 
-def optimizer(config, *, batch_scale: float = 1.0, decay_scale: float = 1.0) -> None:
-    """Muon for matrices and a group of AdamW for each of the others, of the run's length whatever it is.
+def optimizer(config: Config, *, batch_scale: float = 1.0, decay_scale: float = 1.0) -> None:
+    """Sets Muon for the matrices of the blocks, and a group of AdamW for each other kind of parameter, in place.
 
-    Rates grow by `batch_scale`, Muon's weight decay by both scales; those of tables fall with the root of the width.
+    Args:
+      config: the run; neither its length nor its warm-up is changed.
+      batch_scale: factor on the learning rates. Those of embeddings and head also fall with the root of the width.
+      decay_scale: factor on Muon's weight decay, beside `batch_scale`.
     """
     table = batch_scale * math.sqrt(REFERENCE_WIDTH / config.model.dim)
     values = config.optimizer
     values.name, values.clip_norm, values.eps = "muon", None, 1e-10
-    values.learning_rate = 0.02 * batch_scale  # of whatever has no group of its own
+    values.learning_rate = 0.02 * batch_scale  # for parameters that have no group of their own
     values.schedule, values.warmdown_ratio, values.final_ratio = "warmdown", 0.65, 0.05
 
     groups = values.groups  # learning rate, b1, b2, weight decay
@@ -62,11 +74,22 @@ def optimizer(config, *, batch_scale: float = 1.0, decay_scale: float = 1.0) -> 
     muon.weight_decay, muon.weight_decay_schedule, muon.cautious = 0.28 * batch_scale * decay_scale, "cosine", True
 
 
-def backbone(kind: str, size: str, pattern: tuple[str, ...]):
-    """A run of a kind of model that is built on nanochat, without its name and, of a depth, without its length."""
+def backbone(kind: str, size: str, pattern: tuple[str, ...]) -> Config:
+    """Returns a run of a model that is built on nanochat's Transformer.
+
+    The caller sets its name and, for a depth, its length and optimizer (`recipe`).
+
+    Args:
+      kind: the model class, `config.model.kind`.
+      size: one of `SIZES`, or another depth such as "d16".
+      pattern: the mixers by depth, repeated.
+
+    Raises:
+      ValueError: there is no such size.
+    """
     depth = size.removeprefix("d")
     if size not in SMALL and not (size.startswith("d") and depth.isdigit()):
-        raise ValueError(f"no size {size!r}; choose from {', '.join(SIZES)}, or another depth, as d16")
+        raise ValueError(f"no size {size!r}; choose from {', '.join(SIZES)}, or another depth such as d16")
     config = default_config(pattern, kind=kind)
     model = config.model
     if size in SMALL:
@@ -81,6 +104,6 @@ def backbone(kind: str, size: str, pattern: tuple[str, ...]):
         model.dim = model.heads * HEAD_DIM
         model.vocab_size, model.vocab_multiple = 32_768, 64
         model.reset_at_documents = False
-    with_scalars = (*config.optimizer.no_decay, "scales", "smear", "backout", "value_embedding")
-    config.optimizer.no_decay = with_scalars  # of AdamW, if it is chosen
+    # These parameters have no weight decay if the optimizer is AdamW.
+    config.optimizer.no_decay = (*config.optimizer.no_decay, "scales", "smear", "backout", "value_embedding")
     return config

@@ -1,6 +1,6 @@
-"""What layers tell about their work (`Model.observe`): as scalars of the metrics, and drawn by layer, or layer and head.
+"""Layer statistics, such as the solver's iterations or the weights of a mixture, as scalars and as plots.
 
-L layers, H heads.
+`Model.layer_stats` computes them for each layer, and for each head where the layer has heads. L: layers, H: heads.
 """
 
 import re
@@ -12,17 +12,18 @@ from etils import epath
 from mesanet_jax.reporting.plots import plot_grid, plot_layers
 from mesanet_jax.reporting.trackers import read_json_lines
 
-LABELS = {"solver_iterations": "solver iterations (mean over tokens)"}  # what is drawn, and how it is called
-MIXTURES = {
-    "mixture": "weight of the branch",
-    "ffn_mixture": "weight of the network",
-}  # "mixture/gss" is one of its curves
+LABELS = {"solver_iterations": "solver iterations (mean over tokens)"}  # drawn as a grid of layers and heads
+# Drawn as curves over the layers: "mixture/gss" is one of the curves of "mixture".
+MIXTURES = {"mixture": "weight of the branch", "ffn_mixture": "weight of the network"}
 
 
-def scalars(told: Mapping[str, Mapping[int, np.ndarray]]) -> dict[str, float]:
-    """{name: {layer: [H] or a scalar}} as "name/layer_03/head_1" or "name/layer_03", and as "name" itself the mean of all."""
+def scalars(layer_stats: Mapping[str, Mapping[int, np.ndarray]]) -> dict[str, float]:
+    """Returns the statistics {name: {layer: [H] or scalar}} as scalars.
+
+    Their names are "name/layer_03/head_1", or "name/layer_03" without heads, and "name" for the mean over all.
+    """
     flat = {}
-    for name, layers in told.items():
+    for name, layers in layer_stats.items():
         flat[name] = float(np.mean(list(layers.values())))
         for layer, values in layers.items():
             flat |= _named(f"{name}/layer_{layer:02}", values)
@@ -36,14 +37,17 @@ def _named(layer: str, values: np.ndarray) -> dict[str, float]:
 
 
 def newest(metrics: epath.Path) -> dict[str, float]:
-    """The newest record of a `metrics.jsonl` that holds an observation; an empty one where there is none."""
-    records = read_json_lines(metrics)
-    told = lambda record: {key.partition("/")[0] for key in record} & (LABELS.keys() | MIXTURES.keys())
-    return next((record for record in reversed(records) if told(record)), {})
+    """Returns the newest record of a `metrics.jsonl` that holds layer statistics, or {} if none does."""
+    return next((record for record in reversed(read_json_lines(metrics)) if _has_stats(record)), {})
+
+
+def _has_stats(record: Mapping[str, float]) -> bool:
+    names = {key.partition("/")[0] for key in record}
+    return not names.isdisjoint(LABELS.keys() | MIXTURES.keys())
 
 
 def plot(record: Mapping[str, float], stem: epath.Path, *, title: str) -> None:
-    """Draws the observations of a record, if any, as STEM-NAME.png."""
+    """Draws the layer statistics of a record, if it has any, as STEM-NAME.png."""
     for name, label in LABELS.items():
         if name in record:
             layers, grid_LH = grid(record, name)
@@ -54,7 +58,7 @@ def plot(record: Mapping[str, float], stem: epath.Path, *, title: str) -> None:
 
 
 def grid(record: Mapping[str, float], name: str) -> tuple[list[int], np.ndarray]:
-    """The layers that an observation of a record is about, and its values [L,H]."""
+    """Returns the layers that have the statistic `name` in a record, and its values [L,H]."""
     values: dict[int, dict[int, float]] = {}
     for key, value in record.items():
         if match := re.fullmatch(rf"{name}/layer_(\d+)/head_(\d+)", key):
@@ -64,7 +68,7 @@ def grid(record: Mapping[str, float], name: str) -> tuple[list[int], np.ndarray]
 
 
 def curves(record: Mapping[str, float], name: str) -> dict[str, dict[int, float]]:
-    """{branch: {layer: weight}} of a mixture."""
+    """Returns the weights of a mixture in a record as {branch: {layer: weight}}."""
     found: dict[str, dict[int, float]] = {}
     for key, value in record.items():
         if match := re.fullmatch(rf"{name}/(\w+)/layer_(\d+)", key):

@@ -1,30 +1,34 @@
-"""The console of a long run: a live bar on a terminal, one plain line an update anywhere else."""
+"""Shows the progress of a long run: a live bar on a terminal, plain lines anywhere else."""
 
-import math
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Self
 
 from tqdm import tqdm
 
-# What the console shows, in this order (a narrow terminal cuts the end); the trackers get everything.
-FORMATS = {
+from mesanet_jax.formatting import duration, short_number
+
+# The metrics that the console shows, in this order (a narrow terminal cuts the end); the trackers get all metrics.
+FORMATS: dict[str, Callable[[float], str]] = {
     "loss": lambda value: f"loss {value:.4f}",
-    "consistency": lambda value: f"consistency {value:.3f}",  # of models of two passes
+    "consistency": lambda value: f"consistency {value:.3f}",  # only models with two passes
     "tokens_per_second": lambda value: f"{short_number(value)} tokens/s",
     "mfu": lambda value: f"MFU {100 * value:.1f} %",
     "validation_loss": lambda value: f"val loss {value:.4f}",
     "validation_bits_per_byte": lambda value: f"{value:.4f} bits/byte",
-    "validation_loss_lifted": lambda value: f"lifted {value:.4f}",  # of models with a memory
+    "validation_loss_lifted": lambda value: f"lifted {value:.4f}",  # only models with a memory
     "validation_sweeps": lambda value: f"{value:.1f} sweeps",
 }
 
 
 class Progress:
-    """Steps of a run on the console, from `start` to `total`.
+    """Shows the steps of a run from `start` to `total`.
 
-    `enabled=False` (processes other than 0) shows nothing; `live=False` gives plain lines on a terminal too.
+    Args:
+      enabled: False shows nothing; only process 0 should be enabled.
+      live: False prints plain lines on a terminal too.
     """
 
     def __init__(self, total: int, *, start: int = 0, enabled: bool = True, live: bool = True):
@@ -33,7 +37,7 @@ class Progress:
         self._latest: dict[str, float] = {}
         self._bar = None
         if enabled and live and sys.stdout.isatty():
-            # Not tqdm's own size: it shows nothing on a terminal that reports 0 x 0, as many containers' do.
+            # tqdm shows nothing if the terminal reports 0 x 0, as many containers do, so the size is given.
             columns, lines = shutil.get_terminal_size()
             self._bar = tqdm(
                 total=total, initial=start, file=sys.stdout, ncols=columns, nrows=lines,
@@ -41,33 +45,33 @@ class Progress:
             )  # fmt: skip
 
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Shows completed update `step` and those of its scalars that are in FORMATS."""
+        """Shows the completed update `step` and its scalars that are in FORMATS."""
         if not self._enabled:
             return
         if self._bar is None:
             width = len(str(self._total))
             self.message(f"step {step:>{width}}/{self._total}  {describe(scalars)}  ETA {self._remaining(step)}")
         else:
-            self._latest |= scalars  # the bar has one line: a validation stays on it beside later steps
+            self._latest |= scalars  # the last validation stays visible beside later steps
             self._bar.ncols = shutil.get_terminal_size().columns  # the window may have changed
             self._bar.set_description_str(describe(self._latest), refresh=False)
             self._bar.n = step
             self._bar.refresh()
 
     def message(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Prints a line, above the bar if there is one."""
         if self._enabled:
             tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()  # a redirected log must not lag by a buffer
+            sys.stdout.flush()  # so that a redirected log is up to date
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *_) -> None:
         self.close()
 
     def _remaining(self, step: int) -> str:
@@ -78,25 +82,5 @@ class Progress:
 
 
 def describe(scalars: Mapping[str, float]) -> str:
-    """'loss 2.1234  12.3k tokens/s': those of FORMATS that there are."""
+    """Returns the scalars that are in FORMATS as text, such as 'loss 2.1234  12.3k tokens/s'."""
     return "  ".join(form(scalars[name]) for name, form in FORMATS.items() if name in scalars)
-
-
-def duration(seconds: float) -> str:
-    """'42s', '3m05s', '2h07m'."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-
-
-def short_number(value: float) -> str:
-    """'950', '12.3k', '1.20M': three significant digits."""
-    if not math.isfinite(value) or value < 1000:
-        return f"{value:.0f}"
-    for unit in ("k", "M", "G", "T"):
-        value /= 1000
-        if value < 999.5:
-            break
-    return f"{value:#.3g}".rstrip(".") + unit

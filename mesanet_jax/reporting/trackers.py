@@ -1,12 +1,11 @@
-"""Where the numbers of a run go: `metrics.jsonl`, TensorBoard, Weights & Biases.
+"""Writes the metrics of a run to `metrics.jsonl`, TensorBoard and Weights & Biases.
 
-A sink has `log(step, scalars)` and `close()`. None of them may stop a run: one that raises is reported once and
-dropped (field-notes: a full W&B quota has ended large runs). Only process 0 has sinks, and no sink uses a collective.
+A sink has `log(step, scalars)` and `close()`. A sink must never stop a run: one that raises (because a quota is full,
+for example) is reported once and dropped. Only process 0 has sinks, and no sink uses a collective.
 """
 
 import json
 import math
-import os
 import pathlib
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Protocol
 import jax
 from tqdm import tqdm
 
+from mesanet_jax.atomic import write_atomically
 from mesanet_jax.errors import UserError
 from mesanet_jax.schema import Config
 
@@ -24,7 +24,7 @@ Scalars = Mapping[str, float]
 
 
 class Sink(Protocol):
-    """One place that metrics go to."""
+    """One destination of metrics."""
 
     def log(self, step: int, scalars: Scalars) -> None: ...
 
@@ -32,17 +32,17 @@ class Sink(Protocol):
 
 
 def _report(text: str) -> None:
-    tqdm.write(text, file=sys.stderr)  # unlike print, leaves a live bar whole
+    tqdm.write(text, file=sys.stderr)  # unlike print, does not break a live bar
 
 
 class Trackers:
-    """Sends metrics to every sink that still works."""
+    """Sends metrics to every sink that has not failed."""
 
     def __init__(self, sinks: Sequence[Sink] = ()):
         self._sinks = list(sinks)
 
     def log(self, step: int, scalars: Scalars) -> None:
-        """`scalars` of the completed update `step`, as Python floats."""
+        """Logs the scalars of the completed update `step`, as Python floats."""
         self._each(lambda sink: sink.log(step, scalars))
 
     def close(self) -> None:
@@ -53,20 +53,21 @@ class Trackers:
         for sink in list(self._sinks):
             try:
                 call(sink)
-            except Exception as error:  # whatever a tracker's library raises, the run goes on
+            except Exception as error:  # the libraries of trackers may raise anything
                 self._sinks.remove(sink)
                 _report(_dropped(type(sink).__name__, error))
 
 
 def _dropped(name: str, error: Exception) -> str:
-    return f"warning: {name} failed and is dropped, the run goes on: {type(error).__name__}: {' '.join(str(error).split())}"
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"warning: {name} failed and is not used any more, the run continues: {reason}"
 
 
 class JsonLines:
-    """One JSON object a line: step, time (seconds since 1970), then the scalars; flushed line by line.
+    """Writes one JSON object per line: step, time (seconds since 1970) and the scalars; every line is flushed.
 
-    JSON has no NaN: such a value is null and its name is in the list `nonfinite`. Lines of steps after `from_step`,
-    which a resumed run repeats, are removed first, as is a line torn by a crash.
+    JSON has no NaN, so a value that is not finite becomes null and its name is listed in `nonfinite`. A resumed run
+    repeats the steps after `from_step`; their lines are removed first, and so is a line that a crash cut off.
     """
 
     def __init__(self, path: pathlib.Path, from_step: int = 0):
@@ -88,21 +89,16 @@ class JsonLines:
 
 
 def _truncate(path: pathlib.Path, from_step: int) -> None:
-    """Keeps the records up to `from_step`; atomic, so a crash here loses none of them."""
+    """Keeps only the records up to `from_step`; atomically, so that a crash loses none of them."""
     kept = [record for record in read_json_lines(path) if record["step"] <= from_step]
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def read_json_lines(path: pathlib.Path) -> list[dict]:
-    """The records of a `metrics.jsonl`; a last line torn by a crash is left out.
+    """Returns the records of a `metrics.jsonl`, without a last line that a crash cut off.
 
     Raises:
-      UserError: naming the line, if any other is no record.
+      UserError: any other line is not a record.
     """
     records = []
     lines = path.read_bytes().decode(errors="replace").splitlines()
@@ -113,22 +109,22 @@ def read_json_lines(path: pathlib.Path) -> list[dict]:
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             if number == len(lines):
                 return records[: number - 1]
-            raise UserError(f"{path}:{number}: not a metrics record; repair or move the file") from error
+            raise UserError(f"{path}:{number}: this line is not a metrics record; repair or move the file") from error
     return records
 
 
 class TensorBoard:
-    """Event files for TensorBoard, written without TensorFlow."""
+    """Writes event files for TensorBoard, without TensorFlow."""
 
     def __init__(self, directory: pathlib.Path, from_step: int = 0):
-        from tensorboardX import SummaryWriter  # imported here: a second, and only process 0 needs it
+        from tensorboardX import SummaryWriter  # takes a second, and only process 0 needs it
 
-        # purge_step hides what an earlier process logged from that step on.
+        # purge_step hides what an earlier process logged after `from_step`.
         self._writer = SummaryWriter(str(directory), purge_step=from_step + 1, flush_secs=20)
 
     def log(self, step: int, scalars: Scalars) -> None:
         for name, value in scalars.items():
-            if math.isfinite(value):  # it would print a warning for each of them
+            if math.isfinite(value):  # add_scalar prints a warning for other values
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -136,12 +132,12 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases. The run's id is kept in the workdir, so that a resumed run continues the same curves.
+    """Logs to Weights & Biases. The run's id is kept in the workdir, so a resumed run continues the same curves.
 
-    Steps logged twice are ignored by its server; a resumed run repeats them with the same values.
+    A resumed run logs some steps again, with the same values; the server ignores them.
 
     Raises:
-      UserError: if the wandb package is not installed.
+      UserError: the wandb package is not installed.
     """
 
     def __init__(self, project: str, workdir: pathlib.Path, *, name: str, config: dict):
@@ -154,9 +150,7 @@ class Wandb:
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex)
         run_id = id_file.read_text().strip()
-        self._run = wandb.init(
-            project=project, name=name, id=run_id, resume="allow", dir=str(workdir), config=config
-        )  # fmt: skip
+        self._run = wandb.init(project=project, name=name, id=run_id, resume="allow", dir=str(workdir), config=config)
 
     def log(self, step: int, scalars: Scalars) -> None:
         self._run.log(dict(scalars), step=step)
@@ -166,25 +160,23 @@ class Wandb:
 
 
 def make_trackers(config: Config, workdir: pathlib.Path, *, from_step: int) -> Trackers:
-    """The trackers of a training run that continues after `from_step`; none on processes other than 0.
+    """Returns the trackers of a training run that continues after `from_step`; processes other than 0 have none.
 
     Raises:
-      UserError: for a tracker that was asked for and is not installed, or an unreadable metrics.jsonl.
+      UserError: a tracker that the config asks for is not installed, or metrics.jsonl is not readable.
     """
     if jax.process_index() != 0:
         return Trackers()
-    makers = [lambda: JsonLines(workdir / "metrics.jsonl", from_step)]
+    makers: list[Callable[[], Sink]] = [lambda: JsonLines(workdir / "metrics.jsonl", from_step)]
     if config.log.tensorboard:
         makers.append(lambda: TensorBoard(workdir / "tensorboard", from_step))
     if config.log.wandb_project:
-        makers.append(
-            lambda: Wandb(config.log.wandb_project, workdir, name=config.name, config=config.to_dict())
-        )  # fmt: skip
+        makers.append(lambda: Wandb(config.log.wandb_project, workdir, name=config.name, config=config.to_dict()))
     return Trackers([sink for make in makers if (sink := _start(make)) is not None])
 
 
 def _start(make: Callable[[], Sink]) -> Sink | None:
-    """A sink that cannot start (no network, no quota) is dropped like one that fails later."""
+    """Starts a sink; one that cannot start (no network, no quota) is dropped like one that fails later."""
     try:
         return make()
     except UserError:

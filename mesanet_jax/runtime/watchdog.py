@@ -1,53 +1,55 @@
-"""Ends a run that hangs: a collective that waits for a lost host, a file system that no longer answers."""
+"""Ends a run that hangs, because a collective waits for a lost host or a file system no longer answers, for example."""
 
 import faulthandler
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from typing import Self, TypeVar
 
 from mesanet_jax.runtime import distributed
 
-FIRST = 4  # times as long until the first beat, which compiles
+FIRST = 4  # the first step compiles, so it is allowed this many times the limit
+
+Item = TypeVar("Item")
 
 
 class Watchdog:
-    """Context manager: without a `beat` for `minutes`, all threads' stacks go to stderr and the run ends.
+    """A context manager that ends the run if there is no `beat` for `minutes`; None: it never does.
 
-    The status is `distributed.STUCK`; other processes of the run end with it, their stacks dumped as well. `minutes=None`
-    never ends anything.
+    It prints the stacks of all threads to stderr and ends with status `distributed.STUCK`. The other processes of the
+    run also print their stacks and end.
     """
 
     def __init__(self, minutes: float | None):
-        self._limit = minutes and 60 * minutes
-        self._allowed = self._limit and FIRST * self._limit
+        self._limit = None if minutes is None else 60 * minutes
+        self._allowed = FIRST * (self._limit or 0)
         self._last = time.monotonic()
         self._over = threading.Event()
 
-    def __enter__(self):
-        if self._limit:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+    def __enter__(self) -> Self:
+        if self._limit is not None:
+            threading.Thread(target=self._watch, args=(self._limit,), name="watchdog", daemon=True).start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_) -> None:
         self._over.set()
 
     def beat(self) -> None:
-        """Something finished: a step, a batch of an evaluation, a save."""
-        self._last, self._allowed = time.monotonic(), self._limit
+        """Reports progress: a step, an evaluation batch or a checkpoint is finished."""
+        self._last, self._allowed = time.monotonic(), self._limit or 0
 
-    def watched(self, items: Iterable) -> Iterator:
-        """The items; that the next one is asked for is a beat."""
+    def watched(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yields the items, with a beat after each of them is used."""
         for item in items:
             yield item
             self.beat()
 
-    def _watch(self) -> None:
+    def _watch(self, limit: float) -> None:
         while (left := self._last + self._allowed - time.monotonic()) > 0:
-            if self._over.wait(min(left, self._limit / 10)):  # the first beat shortens what is allowed
+            if self._over.wait(min(left, limit / 10)):  # in short waits, since the first beat shortens what is allowed
                 return
         faulthandler.dump_traceback(file=sys.stderr)
         minutes = (time.monotonic() - self._last) / 60
-        distributed.end(
-            distributed.STUCK, f"error: no step finished for {minutes:.3g} minutes; every thread's stack is above"
-        )
+        text = f"error: no step finished for {minutes:.3g} minutes; the stacks of all threads are printed above"
+        distributed.end(distributed.STUCK, text)

@@ -1,26 +1,32 @@
-"""A number for each array of a tree that changes with its bits, and not with how it is laid out over devices.
+"""A 32-bit checksum of every array of a tree, which does not depend on how the arrays are split over devices.
 
-By it a checkpoint is known to be read as it was written: neither zarr nor OCDBT has checksums of what arrays hold.
+A checkpoint stores these checksums, so that a restore notices values that changed on the disk: the file formats that
+Orbax writes (Zarr and OCDBT) have no checksum of the values.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-_BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes of an element
+_BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by the size of an element in bytes
 
 
 @jax.jit
-def digests(tree):
-    """uint32 of each leaf: the sum over its elements, modulo 2^32, of bits times 2 index + 1.
+def checksums(tree: Any) -> Any:
+    """Returns the checksum of every array of `tree`, as uint32 scalars.
 
-    The weights are odd, so that no change of one element goes unnoticed, and differ, so that hardly an exchange does.
-    Sums of integers do not depend on their order, hence not on the mesh.
+    The checksum of an array is the sum of bits * (2 * index + 1) modulo 2^32 over its elements, where `bits` are the
+    bits of an element as an unsigned integer and `index` is its position in row-major order. The factors are odd, so a
+    change of a single element is always detected. They differ from each other, so that swapping two elements is almost
+    always detected. Several changes can cancel out, but by chance only one time in 2^32. Integer sums do not depend on
+    their order, and therefore not on the mesh.
     """
-    return jax.tree.map(_digest, tree)
+    return jax.tree.map(_checksum, tree)
 
 
-def _digest(x: jax.Array) -> jax.Array:
+def _checksum(x: jax.Array) -> jax.Array:
     index = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
         index = index * size + lax.broadcasted_iota(jnp.uint32, x.shape, axis)

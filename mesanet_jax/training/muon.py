@@ -1,7 +1,7 @@
-"""Muon: the momentum of each matrix, orthogonalised (Jordan 2024), and what nanochat adds to it, each by a field.
+"""Muon: orthogonalises the momentum of each matrix (Jordan 2024), with the extensions of nanochat as options.
 
-L layers of a stack, I inputs and O outputs of a matrix. Kernels are [..., I, O]; the papers' matrices are [O, I], so what
-they call rows are the outputs here.
+L layers of a stack, I inputs and O outputs of a matrix. Kernels here are [..., I, O], whereas the papers' matrices are
+[O, I], so the papers' rows are the outputs here.
 """
 
 from typing import Any, NamedTuple
@@ -10,14 +10,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mesanet_jax.schema import Field
-from mesanet_jax.training.layer_exchange import on_whole_matrices
+from mesanet_jax.schema import Config, Field
+from mesanet_jax.training.layer_exchange import exchange_layers
 
 
 class Iteration(NamedTuple):
-    """X <- aX + (bA + cA^2)X, A = XX^T, by its coefficients (a, b, c) of each sweep; the last goes on.
+    """The polynomial iteration X <- a X + (b A + c A^2) X with A = X X^T.
 
-    X begins as x / (margin |x| + eps), |x| the Frobenius norm, so that its singular values are at most one.
+    Attributes:
+      sweeps: the coefficients (a, b, c) of each sweep; the last triple is used for all further sweeps.
+      margin, eps: the iteration starts from X / (margin * |X| + eps), where |X| is the Frobenius norm, so that all
+        singular values are at most one.
     """
 
     sweeps: tuple[tuple[float, float, float], ...]
@@ -27,7 +30,7 @@ class Iteration(NamedTuple):
 
 ITERATIONS = {
     "quintic": Iteration(((3.4445, -4.7750, 2.0315),), margin=1.0, eps=1e-7),  # Jordan 2024
-    "polar_express": Iteration(  # Amsel et al. 2025, as nanochat has it
+    "polar_express": Iteration(  # Amsel et al. 2025, with nanochat's coefficients
         (
             (8.15655, -22.48329, 15.87877),
             (4.04293, -2.80892, 0.50002),
@@ -40,43 +43,126 @@ ITERATIONS = {
     ),
 }
 
-_SMALL = 1e-10  # keeps zero gradients from dividing zero by zero
+_SMALL = 1e-10  # prevents 0 / 0 for gradients that are zero
 
 FIELDS = {
-    "learning_rate": Field(0.02, "peak learning rate of a matrix, times sqrt(max(1, outputs / inputs))", at_least=0.0, fixed=True),
-    "excluded": Field(("conv",), "matrices that AdamW updates, by a component of their path", fixed=True),
-    "momentum": Field(0.95, "decay of the gradient's mean", at_least=0.0, below=1.0, fixed=True),
-    "momentum_start": Field(None, "momentum of the first step; none: momentum", kind=float, at_least=0.0, below=1.0, fixed=True),
-    "momentum_warmup_steps": Field(0, "steps from momentum_start to momentum", at_least=0, fixed=True),
-    "momentum_final": Field(None, "momentum at the end, from the warm-down on; none: momentum", kind=float, at_least=0.0, below=1.0, fixed=True),
-    "row_normalize": Field(False, "MuonEq: all outputs of a matrix get the same norm before it is orthogonalised", fixed=True),
-    "iteration": Field("quintic", "coefficients of the orthogonalisation", choices=tuple(ITERATIONS), fixed=True),
-    "sweeps": Field(5, "sweeps of the orthogonalisation", at_least=1, fixed=True),
-    "dtype": Field("bfloat16", "dtype of the orthogonalisation's products", choices=("bfloat16", "float32"), fixed=True),
-    "rescale": Field(False, "give the orthogonalised matrix the Frobenius norm sqrt(min(inputs, outputs))", fixed=True),
-    "second_moment": Field(None, "NorMuon: decay of the mean square of an input's or output's update; none: off", kind=float, at_least=0.0, below=1.0, fixed=True),
-    "weight_decay": Field(0.0, "decoupled weight decay, times the matrix's learning rate", at_least=0.0, fixed=True),
-    "weight_decay_schedule": Field("constant", "cosine: it falls to zero at the last step", choices=("constant", "cosine"), fixed=True),
-    "cautious": Field(False, "decay a weight only where the update has its sign", fixed=True),
-}  # fmt: skip
+    "learning_rate": Field(
+        0.02,
+        "peak learning rate of the matrices; multiplied by sqrt(max(1, outputs / inputs)) for each matrix",
+        at_least=0.0,
+        fixed=True,
+    ),
+    "excluded": Field(
+        ("conv",),
+        "matrices that AdamW updates instead: those with one of these names in their path",
+        fixed=True,
+    ),
+    "momentum": Field(
+        0.95,
+        "decay of the running mean of the gradient",
+        at_least=0.0,
+        below=1.0,
+        fixed=True,
+    ),
+    "momentum_start": Field(
+        None,
+        "momentum at the first step, from which it rises linearly; none: start at momentum",
+        kind=float,
+        at_least=0.0,
+        below=1.0,
+        fixed=True,
+    ),
+    "momentum_warmup_steps": Field(
+        0,
+        "number of steps in which the momentum rises from momentum_start to momentum",
+        at_least=0,
+        fixed=True,
+    ),
+    "momentum_final": Field(
+        None,
+        "momentum at the last step, towards which it goes linearly during the warm-down; none: stay at momentum",
+        kind=float,
+        at_least=0.0,
+        below=1.0,
+        fixed=True,
+    ),
+    "row_normalize": Field(
+        False,
+        "give all outputs of a matrix the same norm before the orthogonalisation (MuonEq)",
+        fixed=True,
+    ),
+    "iteration": Field(
+        "quintic",
+        "coefficients of the orthogonalisation: quintic (Jordan 2024) or polar_express (Amsel et al. 2025)",
+        choices=tuple(ITERATIONS),
+        fixed=True,
+    ),
+    "sweeps": Field(
+        5,
+        "number of iterations of the orthogonalisation",
+        at_least=1,
+        fixed=True,
+    ),
+    "dtype": Field(
+        "bfloat16",
+        "number format of the matrix products in the orthogonalisation; they are summed in float32",
+        choices=("bfloat16", "float32"),
+        fixed=True,
+    ),
+    "rescale": Field(
+        False,
+        "scale each orthogonalised matrix to the Frobenius norm sqrt(min(inputs, outputs))",
+        fixed=True,
+    ),
+    "second_moment": Field(
+        None,
+        "decay of the running mean square of the update, per output or per input (NorMuon); none: off",
+        kind=float,
+        at_least=0.0,
+        below=1.0,
+        fixed=True,
+    ),
+    "weight_decay": Field(
+        0.0,
+        "decoupled weight decay of the matrices; multiplied by their learning rate",
+        at_least=0.0,
+        fixed=True,
+    ),
+    "weight_decay_schedule": Field(
+        "constant",
+        "weight decay over the run: constant, or a cosine that falls to zero at the last step",
+        choices=("constant", "cosine"),
+        fixed=True,
+    ),
+    "cautious": Field(
+        False,
+        "apply weight decay only to weights that the update also moves towards zero",
+        fixed=True,
+    ),
+}
 
 
 class MuonState(NamedTuple):
-    """Of each matrix the momentum [..., I, O] and, of NorMuon, the mean squares [..., I, 1] or [..., 1, O]."""
+    """What Muon keeps between updates.
+
+    Attributes:
+      momentum: the running mean of the gradient of each matrix, [..., I, O].
+      second_moment: the running mean squares of NorMuon, [..., I, 1] or [..., 1, O] for each matrix; None if it is off.
+    """
 
     momentum: Any
     second_moment: Any | None
 
 
-def scale_by_muon(options, *, momentum: optax.Schedule, axes) -> optax.GradientTransformationExtraArgs:
-    """Gradients of matrices to directions (nanochat's steps 1 to 5), all float32.
+def scale_by_muon(options: Config, *, momentum: optax.Schedule, axes: Any) -> optax.GradientTransformationExtraArgs:
+    """Turns gradients of matrices into directions, all float32 (steps 1 to 5 of nanochat's recipe).
 
-    `update` takes the trainer's `step=`.
+    `update` takes the trainer's step as `step=`.
 
     Args:
       options: the values of FIELDS.
-      momentum: of a step.
-      axes: the logical names of the two axes of each matrix, a tree like the parameters.
+      momentum: the momentum as a function of the step.
+      axes: a tree like the parameters with the logical names of the two axes of each matrix.
     """
     decay = options.second_moment
 
@@ -92,50 +178,64 @@ def scale_by_muon(options, *, momentum: optax.Schedule, axes) -> optax.GradientT
         if decay is None:
             return directions, MuonState(buffers, None)
         means = jax.tree.map(lambda mean, x: _lerp(mean, _mean_square(x), 1 - decay), state.second_moment, directions)
-        return jax.tree.map(_divided, directions, means), MuonState(buffers, means)
+        return jax.tree.map(_normalized, directions, means), MuonState(buffers, means)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def add_decayed_weights(weight_decay: optax.Schedule, *, cautious: bool) -> optax.GradientTransformationExtraArgs:
-    """Adds the weights times the decay of the `step=`; cautious: only those of their direction's sign."""
+    """Adds weights * weight_decay(step) to the directions; `cautious`: only where both have the same sign."""
 
     def update(directions, state, params, *, step, **_):
         decay = weight_decay(step)
-        decayed = lambda x, weight: jnp.where(x * weight >= 0, weight, 0) if cautious else weight
-        return jax.tree.map(lambda x, weight: x + decay * decayed(x, weight), directions, params), state
+
+        def add(x, weight):
+            decayed = jnp.where(x * weight >= 0, weight, 0) if cautious else weight
+            return x + decay * decayed
+
+        return jax.tree.map(add, directions, params), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def scale_by_shape() -> optax.GradientTransformation:
-    """Times sqrt(max(1, O / I)): of an orthogonal matrix with more outputs than inputs, the outputs are smaller."""
-    scaled = lambda x: x * max(1.0, x.shape[-1] / x.shape[-2]) ** 0.5
-    return optax.stateless(lambda directions, _: jax.tree.map(scaled, directions))
+    """Multiplies by sqrt(max(1, O / I)), since an orthogonal matrix with O > I has proportionally smaller outputs."""
+
+    def scale(x):
+        return x * max(1.0, x.shape[-1] / x.shape[-2]) ** 0.5
+
+    return optax.stateless(lambda directions, _: jax.tree.map(scale, directions))
 
 
-def orthogonalize(matrices, axes, *, iteration: str, sweeps: int, dtype):
-    """U V^T, nearly, of each matrix U S V^T: a tree of [..., I, O] to one like it, float32.
+def orthogonalize(matrices: Any, axes: Any, *, iteration: str, sweeps: int, dtype: jnp.dtype) -> Any:
+    """Replaces each matrix U S V^T by an approximation of U V^T.
 
-    Each sweep takes every singular value s to s (a + b s^2 + c s^4), which are near one in the end. On a mesh, each device
-    does whole matrices (`whole_matrices`).
+    Each sweep maps every singular value s to s (a + b s^2 + c s^4), which brings them all close to one. On a mesh,
+    each device orthogonalises whole matrices (`layer_exchange`).
 
     Args:
-      axes: the logical names of I and O, a tree like that of the matrices.
-      iteration: a name of ITERATIONS.
-      dtype: of the factors of products; sums and the polynomial are float32.
+      matrices: a tree of arrays [..., I, O].
+      axes: a tree like `matrices` with the logical names of I and O.
+      iteration: a key of ITERATIONS.
+      sweeps: the number of sweeps.
+      dtype: of the factors of the matrix products; sums and the polynomial are float32.
+
+    Returns:
+      A tree like `matrices`, float32.
     """
     kind = ITERATIONS[iteration]
-    coefficients = [kind.sweeps[min(sweep, len(kind.sweeps) - 1)] for sweep in range(sweeps)]
+    coefficients_S3 = jnp.array([kind.sweeps[min(sweep, len(kind.sweeps) - 1)] for sweep in range(sweeps)])
     scaled = jax.tree.map(lambda x: (x / (kind.margin * _norm(x) + kind.eps)).astype(dtype), matrices)
-    done = on_whole_matrices(lambda x_LIO: _iterate(x_LIO, jnp.array(coefficients)), scaled, axes)
-    return jax.tree.map(lambda x: x.astype(jnp.float32), done)
+    orthogonal = exchange_layers(lambda x_LIO: _iterate(x_LIO, coefficients_S3), scaled, axes)
+    return jax.tree.map(lambda x: x.astype(jnp.float32), orthogonal)
 
 
-def _iterate(x_LIO, coefficients_S3):
-    """The sweeps, on the smaller side of the matrices."""
+def _iterate(x_LIO: jax.Array, coefficients_S3: jax.Array) -> jax.Array:
+    """Runs the S sweeps, on the transpose if I > O, so that X X^T is as small as possible."""
     tall = x_LIO.shape[-2] > x_LIO.shape[-1]
-    product = lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32)
+
+    def product(a, b):
+        return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
     def sweep(x, coefficients):
         a, b, c = coefficients
@@ -148,40 +248,42 @@ def _iterate(x_LIO, coefficients_S3):
     return x.mT if tall else x
 
 
-def _orthogonal(matrices, axes, options):
-    """nanochat's steps 2 to 4."""
+def _orthogonal(matrices: Any, axes: Any, options: Config) -> Any:
+    """Steps 2 to 4 of nanochat's recipe."""
     if options.row_normalize:
         matrices = jax.tree.map(_row_normalized, matrices)
     dtype = jnp.dtype(options.dtype)
-    done = orthogonalize(matrices, axes, iteration=options.iteration, sweeps=options.sweeps, dtype=dtype)
-    return jax.tree.map(_rescaled, done) if options.rescale else done
+    orthogonal = orthogonalize(matrices, axes, iteration=options.iteration, sweeps=options.sweeps, dtype=dtype)
+    return jax.tree.map(_rescaled, orthogonal) if options.rescale else orthogonal
 
 
-def _row_normalized(x):
+def _row_normalized(x: jax.Array) -> jax.Array:
+    """Gives every output the mean norm of the outputs."""
     norm = jnp.linalg.norm(x, axis=-2, keepdims=True)
     return x / jnp.maximum(norm, jnp.finfo(x.dtype).tiny) * jnp.mean(norm, axis=-1, keepdims=True)
 
 
-def _rescaled(x):
+def _rescaled(x: jax.Array) -> jax.Array:
     return x * (min(x.shape[-2:]) ** 0.5 / jnp.maximum(_norm(x), _SMALL))
 
 
-def _mean_square(x):
-    """Of an output over its inputs, or where inputs are more, of an input over its outputs (nanochat's step 5)."""
+def _mean_square(x: jax.Array) -> jax.Array:
+    """The mean square per output, or per input if there are more inputs than outputs (step 5 of nanochat's recipe)."""
     inputs, outputs = x.shape[-2:]
     return jnp.mean(jnp.square(x), axis=-2 if outputs >= inputs else -1, keepdims=True)
 
 
-def _divided(x, mean_square):
-    """x over the root of its mean squares, with the norm it had."""
+def _normalized(x: jax.Array, mean_square: jax.Array) -> jax.Array:
+    """Divides by the root of the mean squares, and restores the Frobenius norm."""
     divided = x * jax.lax.rsqrt(jnp.maximum(mean_square, _SMALL))
     return divided * (_norm(x) / jnp.maximum(_norm(divided), _SMALL))
 
 
-def _norm(x):
+def _norm(x: jax.Array) -> jax.Array:
     """The Frobenius norm of each matrix, [..., 1, 1]."""
     return jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
 
 
-def _lerp(a, b, share):
+def _lerp(a: Any, b: Any, share: Any) -> Any:
+    """Moves from a to b by a share of the way."""
     return a + share * (b - a)

@@ -1,10 +1,11 @@
-"""One update as a pure function, and how it is compiled onto a mesh.
+"""One training step as a pure function, and its compilation for a mesh.
 
-A rows accumulated one after another, B rows of the batch, T time.
+A parts of an accumulated batch, B rows of the batch, T time.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,60 +15,76 @@ import optax
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax.errors import UserError
 from mesanet_jax.models import Model
+from mesanet_jax.schema import Config
 from mesanet_jax.training import optimizer as optimizer_lib
 from mesanet_jax.training import schedule
 
+State = dict[str, Any]  # "step", "params", "opt_state", "skipped" (consecutive skipped updates)
+DeviceBatch = dict[str, jax.Array]  # the arrays of BATCH, [B, T]
+Metrics = dict[str, jax.Array]  # scalars
+
 BATCH = {"inputs": jnp.int32, "targets": jnp.int32, "segment_ids": jnp.int32, "weights": jnp.float32}
 
-# XLA for TPUs would turn a product with a weight that is split over fsdp into a loop of small products and permutes
-# ("windowed einsum"). By the compiler's own cycles that takes transformer:140m with fsdp 16 on v5e from 1.19 to 3.02 s a
-# step, and from 4.7 to 8.1 GB of temporaries (docs/results/pods.md). A threshold that no array reaches turns it off.
+# XLA for TPUs turns the product with a weight that is split over fsdp into a loop of small products and permutations
+# ("windowed einsum"). In the compiler's estimate that makes the step of transformer:140m with fsdp=16 on a v5e-16 more
+# than twice as long, and its temporary arrays almost twice as large. A threshold that no array reaches turns it off.
 COMPILER_OPTIONS = {"tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}}
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The run's compiled functions, with the shapes and shardings of what they take.
+    """The compiled functions of a run, with the shapes and shardings of their arguments.
 
-    `init(key)` -> state, `train(state, batch)` -> (state, metrics), `scores(params, batch)` -> weighted nats [B,T] in
-    every mode (`Model.scores`), `observe(params, batch)` -> what the layers tell about their work (`Model.observe`).
-    The state is {"step", "params", "opt_state", "skipped"}; `train` consumes (donates) the one that it is given.
+    Attributes:
+      mesh: the device mesh.
+      state: shape structs of the training state.
+      batch: shape structs of a batch.
+      accumulation: into how many parts a training step splits its batch.
+      init: (key) -> state.
+      train: (state, batch) -> (state, metrics); it donates the buffers of the state it is given.
+      scores: (params, batch) -> losses per token, as `Model.scores`.
+      layer_stats: (params, batch) -> statistics of the layers, as `Model.layer_stats`.
     """
 
     mesh: jax.sharding.Mesh
-    state: Any
-    batch: Any
+    state: State
+    batch: dict[str, jax.ShapeDtypeStruct]
     accumulation: int
-    init: Any
-    train: Any
-    scores: Any
-    observe: Any
+    init: jax.stages.Wrapped
+    train: jax.stages.Wrapped
+    scores: jax.stages.Wrapped
+    layer_stats: jax.stages.Wrapped
 
 
-def accumulation(config, mesh: jax.sharding.Mesh) -> int:
-    """Into how many parts a step's batch is split, so that a device holds at most `train.rows_per_device` rows."""
+def accumulation(config: Config, mesh: jax.sharding.Mesh) -> int:
+    """Returns into how many parts a batch is split, so that a device holds at most `train.rows_per_device` rows.
+
+    Raises:
+      UserError: the mesh does not divide the batch.
+    """
     rows, shards = config.data.batch_size, mesh_lib.batch_shards(mesh)
     if rows % shards:
         nearest = shards * max(1, round(rows / shards))
         raise UserError(
-            f"config.data.batch_size={rows}: not a multiple of the {shards} ways the mesh splits it; the nearest is {nearest}"
+            f"config.data.batch_size={rows}: not a multiple of the {shards} ways in which the mesh splits a batch;"
+            f" the nearest multiple is {nearest}"
         )
     per_device = rows // shards
     least = math.ceil(per_device / config.train.rows_per_device)
     return next(parts for parts in range(least, per_device + 1) if per_device % parts == 0)
 
 
-def compile_program(config, model: Model, mesh: jax.sharding.Mesh) -> Program:
-    """Builds the jitted functions; XLA compiles each at its first call (or by `.lower(...).compile()`)."""
+def compile_program(config: Config, model: Model, mesh: jax.sharding.Mesh) -> Program:
+    """Builds the jitted functions; XLA compiles each at its first call (or in `.lower(...).compile()`)."""
     transformation = optimizer_lib.make(config, model)
     parts = accumulation(config, mesh)
 
-    def init(key):
+    def init(key: jax.Array) -> State:
         params = model.init(key)
         zero = jnp.zeros((), jnp.int32)
         return {"step": zero, "params": params, "opt_state": transformation.init(params), "skipped": zero}
 
-    def train(state, batch):
+    def train(state: State, batch: DeviceBatch) -> tuple[State, Metrics]:
         return _train_step(state, batch, config=config, model=model, transformation=transformation, parts=parts)
 
     state = _with_shardings(jax.eval_shape(init, jax.random.key(0)), model, mesh)
@@ -88,12 +105,12 @@ def compile_program(config, model: Model, mesh: jax.sharding.Mesh) -> Program:
             compiler_options=_compiler_options(mesh),
         ),
         scores=compile_call(model.scores, model, mesh),
-        observe=compile_call(model.observe, model, mesh),
+        layer_stats=compile_call(model.layer_stats, model, mesh),
     )
 
 
-def compile_call(call, model: Model, mesh: jax.sharding.Mesh):
-    """The jitted `call(params, batch)` of a model on a mesh: parameters and rows split, its result whole everywhere."""
+def compile_call(call: Callable, model: Model, mesh: jax.sharding.Mesh) -> jax.stages.Wrapped:
+    """Jits `call(params, batch)` for a mesh: parameters and batch are sharded, the result is replicated."""
     params = mesh_lib.shardings(model.axes, model.shapes, mesh)
     return jax.jit(
         call,
@@ -107,12 +124,13 @@ def _compiler_options(mesh: jax.sharding.Mesh) -> dict | None:
     return COMPILER_OPTIONS.get(mesh.devices.flat[0].platform)
 
 
-def _with_shardings(state, model: Model, mesh: jax.sharding.Mesh):
-    """The abstract state with its shardings: what the optimizer keeps of a parameter is split as the parameter is."""
+def _with_shardings(state: State, model: Model, mesh: jax.sharding.Mesh) -> State:
+    """Adds shardings to the abstract state: what the optimizer keeps of a parameter is sharded like the parameter."""
     axes = dict(jax.tree_util.tree_leaves_with_path(model.axes, is_leaf=lambda axes: isinstance(axes, tuple)))
 
     def sharding(path, leaf):
-        """By the end of the leaf's path, which is the path of its parameter; a mean over an axis keeps it, with size 1."""
+        # The path of a leaf of the optimizer's state ends with the path of its parameter. A mean over an axis keeps the
+        # axis, with size 1.
         ends = (path[first:] for first in range(len(path)))
         names = next((axes[end] for end in ends if end in axes), ())
         return jax.sharding.NamedSharding(mesh, mesh_lib.partition_spec(names, leaf.shape, mesh))
@@ -120,21 +138,32 @@ def _with_shardings(state, model: Model, mesh: jax.sharding.Mesh):
     return mesh_lib.with_shardings(state, jax.tree_util.tree_map_with_path(sharding, state))
 
 
-def _train_step(state, batch, *, config, model: Model, transformation, parts: int):
+def _train_step(
+    state: State,
+    batch: DeviceBatch,
+    *,
+    config: Config,
+    model: Model,
+    transformation: optax.GradientTransformationExtraArgs,
+    parts: int,
+) -> tuple[State, Metrics]:
     params = state["params"]
     count = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
     (loss, terms), grads = _accumulate(params, batch, count, model=model, parts=parts)
     grad_norm = optax.tree.norm(grads)
     updates, opt_state = transformation.update(grads, state["opt_state"], params, step=state["step"])
     updated = optax.apply_updates(params, updates)
-    # A step that is not finite changes nothing, so there is never a poisoned state to save: a finite gradient may
-    # still overflow the parameters, which the loss would show one step too late.
+    # An update that is not finite is not applied, so the state that is saved is always good. The updated parameters are
+    # checked too: a finite gradient may still overflow them, and the loss would show that one step too late.
     good = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(updated))
-    keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+
+    def if_good(new, old):
+        return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+
     after = {
         "step": state["step"] + 1,
-        "params": keep(updated, params),
-        "opt_state": keep(opt_state, state["opt_state"]),
+        "params": if_good(updated, params),
+        "opt_state": if_good(opt_state, state["opt_state"]),
         "skipped": jnp.where(good, 0, state["skipped"] + 1),
     }
     metrics = {
@@ -149,11 +178,11 @@ def _train_step(state, batch, *, config, model: Model, transformation, parts: in
     return after, metrics
 
 
-def _accumulate(params, batch, count, *, model: Model, parts: int):
-    """((Loss, its terms by name), gradient) of sum(objective) / count, with the rows taken in `parts` turns.
+def _accumulate(params: Any, batch: DeviceBatch, count: jax.Array, *, model: Model, parts: int) -> tuple[Any, Any]:
+    """Returns ((loss, its terms by name), gradient) of sum(objective) / count, summed over `parts` parts of the rows.
 
-    Dividing by the count of the whole batch makes the result independent of `parts`, of the mesh and of how ragged
-    the valid tokens are; a mean of means would not be.
+    `count` is the number of valid tokens of the whole batch. Dividing by it makes the result independent of the number
+    of parts, of the mesh, and of how the valid tokens are distributed over the rows; a mean of means would not be.
     """
 
     def loss(params, batch):
@@ -165,12 +194,12 @@ def _accumulate(params, batch, count, *, model: Model, parts: int):
     if parts == 1:
         return value_and_grad(params, batch)
 
-    # Row r goes to turn r % parts: every device then keeps its own rows, and nothing moves between devices.
+    # Row r belongs to part r % parts, so that every device keeps its own rows and nothing moves between devices.
     split_ABT = {name: x.reshape(-1, parts, x.shape[-1]).swapaxes(0, 1) for name, x in batch.items()}
 
-    def turn(total, batch):
+    def add_part(total, batch):
         return jax.tree.map(jnp.add, total, value_and_grad(params, batch)), None
 
     first = {name: x[0] for name, x in split_ABT.items()}
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(value_and_grad, params, first))
-    return jax.lax.scan(turn, zero, split_ABT)[0]
+    return jax.lax.scan(add_part, zero, split_ABT)[0]

@@ -1,4 +1,4 @@
-"""Training speed between log lines: tokens/s, MFU, seconds a step, peak device memory."""
+"""Measures the training speed between log lines: seconds per step, tokens per second, MFU and peak device memory."""
 
 import time
 from collections.abc import Sequence
@@ -9,21 +9,27 @@ from mesanet_jax import flops
 
 
 class Throughput:
-    """Measures windows between calls; `restart()` drops a window that held something else than training.
+    """Measures the time between two calls of `measure`.
 
-    Steps are dispatched asynchronously: call `measure` where the host has just waited for a step's metrics.
+    Steps are dispatched asynchronously, so call `measure` only when the host has just waited for the metrics of a step.
+
+    Args:
+      tokens_per_step: tokens per training step, over all devices.
+      flops_per_token: FLOPs of training per token.
+      devices: all devices of the run.
     """
 
     def __init__(self, tokens_per_step: int, *, flops_per_token: float, devices: Sequence[jax.Device]):
-        """`tokens_per_step` over all `devices`; `flops_per_token` those of training."""
         self._tokens, self._flops, self._devices = tokens_per_step, flops_per_token, list(devices)
-        self._window: tuple[int, float] | None = None  # step and time at which it began
+        self._window: tuple[int, float] | None = None  # the step and the time at which the open window began
 
     def measure(self, step: int) -> dict[str, float]:
-        """Scalars of the window that ends with update `step`, and begins the next.
+        """Returns the scalars of the window that ends with update `step`, and opens the next window.
 
-        The first call only begins one (so compilation is in none): no speeds. `mfu` (a fraction) is there where the
-        chip's peak is known, `memory_gb` (1e9 bytes, the fullest device of this host) where the device counts it.
+        The scalars are `step_seconds`, `tokens_per_second`, `mfu` (a fraction, if the peak FLOP/s of the chip are
+        known) and `memory_gb` (10^9 bytes, the peak of the fullest device of this host, if the device counts it). The
+        first call and a call after `restart` only open a window, so no window contains a compilation; they return no
+        speeds.
         """
         now, scalars = time.monotonic(), {}
         if self._window is not None and step > self._window[0]:
@@ -36,14 +42,11 @@ class Throughput:
         return scalars | self._memory()
 
     def restart(self) -> None:
-        """Drops the open window: what follows (an evaluation, a save) is no training step."""
+        """Drops the open window, because something other than training follows (an evaluation, a checkpoint)."""
         self._window = None
 
     def _memory(self) -> dict[str, float]:
-        here = [device for device in self._devices if device.process_index == jax.process_index()]
-        peaks = [
-            stats["peak_bytes_in_use"]
-            for device in here
-            if "peak_bytes_in_use" in (stats := device.memory_stats() or {})
-        ]
+        local = [device for device in self._devices if device.process_index == jax.process_index()]
+        stats = [device.memory_stats() or {} for device in local]
+        peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
         return {"memory_gb": max(peaks) / 1e9} if peaks else {}

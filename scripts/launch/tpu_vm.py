@@ -1,12 +1,18 @@
-"""Trains on a Cloud TPU VM pod: `python -m scripts.launch.tpu_vm run --name=NAME --zone=ZONE --type=v5p-128 -- --config=...`
+"""Trains on a Cloud TPU VM pod:
 
-Actions: `create` the pod, `setup` it (this commit and its locked packages on every host), `start` the training on all
-hosts, `tail` the log of host 0, `status` of every host, `stop` (saves), `delete` it; `run` does the first three and then
-watches: it creates the pod anew after a preemption and ends with the training. The hosts need Python 3.12 or 3.13 and one
---workdir for all: gs://BUCKET/..., or a shared disk, which `--before`, run on each, may mount.
-Exit status: 0, or 2 for a mistake or a command that failed; `run` ends with that of the training.
+    python -m scripts.launch.tpu_vm run --name=NAME --zone=ZONE --type=v5p-128 -- --config=configs/mesanet.py:1b \
+        --workdir=gs://BUCKET/runs/NAME --config.data.path=gs://BUCKET/data
+
+The actions are: `create` the pod; `setup` (this commit and its pinned packages, on every host); `start` the training on
+all hosts; `tail` the log of host 0; `status` of every host; `stop` the training, which saves; `delete` the pod. `run`
+does the first three and then watches: after a preemption it creates the pod again, and it ends when the training ends.
+
+The hosts need Python 3.12 or 3.13, and one --workdir that all of them see: gs://BUCKET/..., or a shared disk, which
+the command of --before can mount on each host. The exit status is 0, or 2 for a mistake or a failed command; `run` ends
+with the status of the training.
 """
 
+import argparse
 import shlex
 import subprocess
 import tempfile
@@ -16,61 +22,59 @@ from mesanet_jax import cli
 from mesanet_jax.errors import UserError
 from scripts.launch import common
 
-GONE = (
-    "",
-    "PREEMPTED",
-    "TERMINATED",
-    "STOPPED",
-    "DELETING",
-)  # states of a pod that must be made anew; "": there is none
-RUNTIMES = {
+# The states of a pod that must be created again; "" if there is no pod.
+GONE = ("", "PREEMPTED", "TERMINATED", "STOPPED", "DELETING")
+RUNTIMES = {  # by the type of the accelerator
     "v4": "tpu-ubuntu2204-base",
     "v5litepod": "v2-alpha-tpuv5-lite",
     "v5p": "v2-alpha-tpuv5",
     "v6e": "v2-alpha-tpuv6e",
 }
-STATE = "run/state"  # of scripts.launch.local, in the commit's directory on every host
-PID = f"$(sed -n 's/running //p' {STATE} 2>/dev/null)"  # of scripts.launch.local while it runs
+STATE = "run/state"  # the file that scripts.launch.local writes, in the commit's directory on every host
+PID = f"$(sed -n 's/running //p' {STATE} 2>/dev/null)"  # the process of scripts.launch.local while it runs
 ALIVE = f"kill -0 {PID} 2>/dev/null"
 
 
 def main(argv: list[str]) -> int:
-    flags = common.parser(__doc__)
+    flags = common.launcher_flags(__doc__)
     common.add_dirty_flag(flags)
     flags.add_argument("action", choices=[*ACTIONS])
-    flags.add_argument("--name", required=True, help="of the TPU VM")
-    flags.add_argument("--zone", required=True, help="as us-east5-a")
-    flags.add_argument("--type", help="accelerator type to create, as v5p-128")
-    flags.add_argument("--version", help="runtime to create; default: that of the type")
-    flags.add_argument("--before", help="command that setup runs on every host first: install Python, mount a bucket")
+    flags.add_argument("--name", required=True, help="name of the TPU VM")
+    flags.add_argument("--zone", required=True, help="zone, such as us-east5-a")
+    flags.add_argument("--type", help="accelerator type to create, such as v5p-128")
+    flags.add_argument("--version", help="runtime version to create (default: that of the type)")
+    flags.add_argument("--before", help="a command that setup first runs on every host, for example to install Python")
     flags.add_argument("--spot", action="store_true", help="create a preemptible pod")
-    flags.add_argument("--poll", type=float, default=60.0, help="with run: seconds between looks at the pod")
-    args, training = common.parse(flags, argv)
+    flags.add_argument("--poll", type=float, default=60.0, help="run only: seconds between two checks of the pod")
+    args, training = common.parse_launcher(flags, argv)
     if args.action in ("start", "run"):
-        common.check_training(training)
+        common.check_training_arguments(training)
     return ACTIONS[args.action](Pod(args, training)) or 0
 
 
 class Pod:
-    """A TPU VM pod, by the gcloud command."""
+    """A TPU VM pod, controlled by the gcloud command."""
 
-    def __init__(self, args, training: list[str]):
+    def __init__(self, args: argparse.Namespace, training: list[str]):
         self.args, self.training = args, training
-        self.commit = common.commit(dirty=args.dirty)
+        self.commit = common.commit_to_ship(dirty=args.dirty)
         self.directory = f"mesanet-jax/{self.commit[:12]}"
 
     def create(self) -> None:
+        """Creates the pod."""
         version = self.args.version or RUNTIMES.get((self.args.type or "").partition("-")[0])
         if version is None:
-            raise UserError(f"--type={self.args.type}: no runtime known; name a type as v5p-128, or --version too")
+            raise UserError(
+                f"--type={self.args.type}: no runtime is known; use a type such as v5p-128, or add --version"
+            )
         options = [f"--accelerator-type={self.args.type}", f"--version={version}"]
         self._gcloud("create", *options, *(["--spot"] if self.args.spot else []))
 
     def setup(self) -> None:
-        """The commit's files and an environment with its locked packages, on every host."""
+        """Unpacks the commit and creates an environment with its pinned packages, on every host."""
         with tempfile.TemporaryDirectory() as folder:
             archive = f"{folder}/{self.commit[:12]}.tar.gz"
-            common.run(
+            common.run_command(
                 "git", "-C", str(common.ROOT), "archive", "--format=tar.gz", f"--output={archive}", self.commit,
                 dry_run=self.args.dry_run,
             )  # fmt: skip
@@ -82,6 +86,7 @@ class Pod:
         )
 
     def start(self) -> None:
+        """Starts the training on every host, unless it is running."""
         supervisor = [
             "scripts.launch.local",
             f"--restarts={self.args.restarts}",
@@ -90,23 +95,26 @@ class Pod:
         ]
         command = shlex.join([".venv/bin/python", "-m", *supervisor, "--", *self.training])
         begin = f'mkdir -p run; setsid nohup {command} >> run/log 2>&1 < /dev/null & echo "running $!" > {STATE}'
-        self._in_directory(f"if {ALIVE}; then echo it runs already; else {begin}; fi")
+        self._in_directory(f"if {ALIVE}; then echo already running; else {begin}; fi")
 
     def tail(self) -> None:
+        """Prints the log of host 0, and follows it."""
         self._in_directory("tail -n 100 -F run/log", worker="0")
 
     def status(self) -> None:
+        """Prints the state and the last line of the log of every host."""
         self._in_directory(f"echo $(hostname): $(cat {STATE}; tail -n 1 run/log)")
 
     def stop(self) -> None:
-        """SIGTERM on every host: the training saves and ends."""
+        """Sends SIGTERM on every host; the training saves and ends."""
         self._in_directory(f"kill -TERM {PID}")
 
     def delete(self) -> None:
+        """Deletes the pod."""
         self._gcloud("delete", "--quiet")
 
     def run(self) -> int:
-        """Keeps the training on a pod until it ends: its exit status."""
+        """Keeps the training running on a pod until it ends; returns its exit status."""
         for attempt in range(self.args.restarts + 1):
             try:
                 self._begin()
@@ -116,7 +124,7 @@ class Pod:
                     return status
                 lost = "the pod was preempted, or a host of it restarted"
             except UserError as error:
-                if not attempt:  # a mistake; later on it is a lack of capacity, say
+                if not attempt:  # the first attempt fails by a mistake, a later one for example by a lack of capacity
                     raise
                 lost = str(error)
             print(f"{lost}; starting again ({attempt + 1} of {self.args.restarts})", flush=True)
@@ -133,25 +141,24 @@ class Pod:
         self.start()
 
     def _watch(self) -> int | None:
-        """Waits for the training's end: its exit status, None if the pod or what ran on a host is gone."""
+        """Waits until the training ends and returns its exit status; None if the pod or a host's process is gone."""
         look = f"--command=cd {self.directory} && cat {STATE}; {ALIVE} || echo dead"
         while self._state() not in GONE:
-            said = subprocess.run(
-                self._command("ssh", look, worker="all"), capture_output=True, text=True
-            ).stdout.split()
-            if "ended" in said:
-                return int(said[said.index("ended") + 1])
-            if "dead" in said:
+            done = subprocess.run(self._command("ssh", look, worker="all"), capture_output=True, text=True)
+            words = done.stdout.split()
+            if "ended" in words:
+                return int(words[words.index("ended") + 1])
+            if "dead" in words:
                 return None
             time.sleep(self.args.poll)
         return None
 
     def _state(self) -> str:
-        """The pod's state, "" if there is none, as a dry run takes it."""
+        """Returns the state of the pod, "" if there is none; a dry run assumes that there is none."""
         if self.args.dry_run:
             return ""
         listed = ["gcloud", "compute", "tpus", "tpu-vm", "list", f"--zone={self.args.zone}"]
-        return common.ask(*listed, f"--filter=name~/{self.args.name}$", "--format=value(state)").strip()
+        return common.output_of(*listed, f"--filter=name~/{self.args.name}$", "--format=value(state)").strip()
 
     def _in_directory(self, command: str, *, worker: str = "all") -> None:
         self._on_hosts(f"cd {self.directory} && {{ {command}; }}", worker=worker)
@@ -160,7 +167,7 @@ class Pod:
         self._gcloud("ssh", f"--command={command}", worker=worker)
 
     def _gcloud(self, action: str, *options: str, name: bool = True, worker: str | None = None) -> None:
-        common.run(*self._command(action, *options, name=name, worker=worker), dry_run=self.args.dry_run)
+        common.run_command(*self._command(action, *options, name=name, worker=worker), dry_run=self.args.dry_run)
 
     def _command(self, action: str, *options: str, name: bool = True, worker: str | None = None) -> list[str]:
         target = [self.args.name] if name else []

@@ -1,4 +1,4 @@
-"""Commands that run one after another, and several such chains at once on one GPU."""
+"""Runs chains of commands, one command after another, and several chains at once on one GPU."""
 
 import itertools
 import os
@@ -14,16 +14,16 @@ Chains = Mapping[str, Sequence[Command]]
 
 
 def module(name: str) -> list[str]:
-    """The beginning of a command of mesanet_jax."""
-    return [sys.executable, "-m", f"mesanet_jax.{name}"]
+    """Returns the beginning of the command line of a module."""
+    return [sys.executable, "-m", name]
 
 
 def carry_out(
     first: Command, chains: Chains, reports: Sequence[Command], out: pathlib.Path, *, jobs: int, dry: bool
 ) -> bool:
-    """Whether all ended well: a command that needs the GPU alone, then the chains, then what reports on them.
+    """Runs a command that needs the GPU alone, then the chains, then the reports; returns whether all succeeded.
 
-    `dry` prints the commands, and runs none.
+    `dry` only prints the commands.
     """
     if dry:
         for command in (first, *itertools.chain.from_iterable(chains.values()), *reports):
@@ -34,14 +34,19 @@ def carry_out(
 
 
 def run_together(chains: Chains, logs: pathlib.Path, *, jobs: int) -> bool:
-    """Whether all chains ended well, `jobs` at once, each with its share of the GPU's memory and LOGS/NAME.log."""
+    """Runs the chains, `jobs` at once, each with its share of the GPU's memory; returns whether all succeeded.
+
+    What a chain prints goes to LOGS/NAME.log.
+    """
     with ThreadPoolExecutor(jobs) as pool:
-        one = lambda name: run(chains[name], logs / f"{name}.log", share=0.9 / jobs)
-        return all([*pool.map(one, chains)])
+        return all([*pool.map(lambda name: run(chains[name], logs / f"{name}.log", share=0.9 / jobs), chains)])
 
 
 def run(commands: Sequence[Command], log: pathlib.Path, *, share: float = 0.9) -> bool:
-    """Whether all commands ended well, one after another in a `share` of the GPU's memory; what they print goes to `log`."""
+    """Runs commands until one fails, in a `share` of the GPU's memory; returns whether all succeeded.
+
+    What they print goes to `log`.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.3f}"} | os.environ
     with log.open("a") as out:

@@ -1,22 +1,23 @@
-"""Speed and memory against length, of several configs: training, and inference (prefill, then decoding).
+"""Measures speed and memory against the length of a text, for several configs: training, prefill and decoding.
 
     python -m scripts.results.efficiency --configs=configs/pha.py:180m,configs/pha.py:180m-attention_only --out=DIR \
         --lengths=2048,4096,8192,16384 --tokens=32768
 
-Random tokens and weights, one device. A step trains on --tokens tokens in rows of the length; prefill and decoding are those
-of mesanet_jax.generate, one sequence: chunks of 512, then single tokens. Every measurement has a process of its own, as the
-peak of memory is one of a process, and a line in DIR/efficiency.jsonl: running the command again measures what is missing,
-and not again what failed (out of memory, say).
-Then DIR/efficiency.md, and .png of several lengths, compare with the last config. `--config.FIELD=VALUE` holds for all.
+Uses random tokens and weights on one device. A training step has --tokens tokens in rows of the length. Prefill and
+decoding are those of mesanet_jax.generate, for one sequence: chunks of 512 tokens, then single tokens.
+
+Every measurement has a process of its own, because the peak of memory is counted per process, and a record in
+DIR/efficiency.jsonl. Running the command again measures what is missing; what failed (by a lack of memory, for example)
+is not repeated. At the end it writes DIR/efficiency.md and, for several lengths, DIR/efficiency.png, which compare all
+configs with the last one. --config.FIELD=VALUE sets a field of all configs.
 """
 
 import itertools
 import json
 import pathlib
 import statistics
-import subprocess
-import sys
 import time
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -24,24 +25,28 @@ import numpy as np
 from mesanet_jax import cli, models
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
-from mesanet_jax.evaluate import markdown_table
-from mesanet_jax.inference.sampling import Sampler, Sampling, state_bytes
+from mesanet_jax.inference.sampler import Sampler, state_bytes
+from mesanet_jax.inference.sampling import Sampling
 from mesanet_jax.reporting import plots
+from mesanet_jax.reporting.tables import markdown_table
+from mesanet_jax.schema import Config
 from mesanet_jax.training import step as step_lib
+from scripts.results import records
+from scripts.results.records import Record
 
-CHUNK = 512  # of a prefill
-REPEATS = 10  # steps, prefills; the median is reported
+CHUNK = 512  # tokens of a prefill chunk
+REPEATS = 10  # training steps, and prefills; the median is reported
 DECODED = 64  # tokens
 
 
 def main(argv: list[str]) -> None:
     flags = cli.parser(__doc__)
-    flags.add_argument("--configs", required=True, help="what to measure, the baseline last")
-    flags.add_argument("--out", required=True, type=pathlib.Path, help="where the measurements are kept")
-    flags.add_argument("--lengths", default="2048,4096,8192,16384", help="tokens of a text")
-    flags.add_argument("--tokens", type=int, default=32_768, help="tokens of a training step")
-    flags.add_argument("--kinds", default="training,inference", help="what is measured (default: both)")
-    flags.add_argument("--measure", help="(of a child process) what it measures, as training:2048")
+    flags.add_argument("--configs", required=True, help="the configs to measure, the baseline last")
+    flags.add_argument("--out", required=True, type=pathlib.Path, help="directory of the measurements")
+    flags.add_argument("--lengths", default="2048,4096,8192,16384", help="tokens per text")
+    flags.add_argument("--tokens", type=int, default=32_768, help="tokens per training step")
+    flags.add_argument("--kinds", default="training,inference", help="what to measure (default: both)")
+    flags.add_argument("--measure", help="(for a child process) what it measures, such as training:2048")
     args, overrides = cli.parse(flags, argv)
     specs, kinds = args.configs.split(","), args.kinds.split(",")
     lengths = [int(length) for length in args.lengths.split(",")]
@@ -50,33 +55,27 @@ def main(argv: list[str]) -> None:
         print(json.dumps(MEASURES[kind](config_lib.load(specs[0], overrides), int(length), args.tokens)))
         return
     args.out.mkdir(parents=True, exist_ok=True)
-    records = args.out / "efficiency.jsonl"
+    path = args.out / "efficiency.jsonl"
     values = cli.override_flags(overrides)
     for spec, length, kind in itertools.product(specs, lengths, kinds):
         key = {"config": spec, "length": length, "kind": kind, "tokens": args.tokens, "overrides": overrides}
-        if not any(key.items() <= record.items() for record in read(records)):
-            child = ["--configs", spec, "--out", args.out, "--measure", f"{kind}:{length}", "--tokens", args.tokens]
-            done = subprocess.run(
-                [sys.executable, "-m", "scripts.results.efficiency", *map(str, child), *values],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            lines = done.stdout.splitlines()
-            result = json.loads(lines[-1]) if done.returncode == 0 else {"failed": done.returncode}
-            with records.open("a") as file:
-                file.write(json.dumps(key | result) + "\n")
+        if not records.has(path, key):
+            child = [f"--configs={spec}", f"--out={args.out}", f"--measure={kind}:{length}", f"--tokens={args.tokens}"]
+            status, result = records.measured_by("scripts.results.efficiency", [*child, *values])
+            result = {"failed": status} if status else result
+            records.append(path, key | result)
             print(spec, kind, length, result, flush=True)
     report(args.out, specs, lengths, kinds)
 
 
-def train(config, length: int, tokens: int) -> dict:
-    """Tokens/s of a step on `tokens` tokens, and the peak of memory."""
+def train(config: Config, length: int, tokens: int) -> Record:
+    """Measures tokens/s of a training step on `tokens` tokens, and the peak of memory."""
     config.data.seq_len, config.data.batch_size = length, max(1, tokens // length)
     config.train.rows_per_device = config.data.batch_size
     mesh, model = mesh_lib.make_mesh((1, 1, 1), jax.devices()[:1]), models.build(config.model)
     program = step_lib.compile_program(config, model, mesh)
     shape = (config.data.batch_size, length)
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         state = program.init(jax.random.key(0))
         batch = mesh_lib.place_batch(random_batch(config, shape), mesh)
         seconds = []
@@ -88,16 +87,17 @@ def train(config, length: int, tokens: int) -> dict:
     return {"tokens_per_second": np.prod(shape) / statistics.median(seconds[2:])} | memory()
 
 
-def inference(config, length: int, _) -> dict:
-    """Tokens/s of reading a text and the peak of memory; tokens/s of writing after it and the bytes of the state."""
+def inference(config: Config, length: int, _: int) -> Record:
+    """Measures tokens/s of prefill and its peak of memory, and tokens/s of decoding and the bytes of its state."""
     model = models.build(config.model)
     params = jax.jit(model.init)(jax.random.key(0))
-    prompt = np.random.default_rng(0).integers(0, config.model.vocab_size, length).astype(np.int32)
-    sampler, seconds = Sampler(model), []
+    prompt = np.random.default_rng(0).integers(0, config.model.vocab_size, length).tolist()
+    sampler, seconds, after = Sampler(model), [], None
     for _ in range(REPEATS + 1):  # the first compiles
         began = time.monotonic()
         after = jax.block_until_ready(sampler.prefill(params, prompt, max_length=length + DECODED + 2, chunk=CHUNK))
         seconds.append(time.monotonic() - began)
+    assert after is not None
     read = {"tokens_per_second": length / statistics.median(seconds[1:])} | memory()
     tokens = sampler.tokens(params, *after, key=jax.random.key(0), sampling=Sampling(temperature=0.0))
     list(itertools.islice(tokens, 2))
@@ -107,33 +107,31 @@ def inference(config, length: int, _) -> dict:
     return read | {"written_per_second": written, "state_bytes": state_bytes(after[1])}
 
 
-MEASURES = {"training": train, "inference": inference}
+MEASURES: dict[str, Callable[[Config, int, int], Record]] = {"training": train, "inference": inference}
 
 
-def random_batch(config, shape: tuple[int, int]) -> dict[str, np.ndarray]:
-    """One document a row."""
+def random_batch(config: Config, shape: tuple[int, int]) -> dict[str, np.ndarray]:
+    """Returns a batch of random tokens in which each row is one document."""
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
     segments, weights = np.zeros(shape, np.int32), np.ones(shape, np.float32)
     return {"inputs": tokens, "targets": tokens, "segment_ids": segments, "weights": weights}
 
 
 def memory() -> dict[str, float]:
+    """Returns the peak of memory in GB, if the device reports it."""
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return {} if peak is None else {"memory_gb": peak / 1e9}
 
 
-def read(path: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def report(out: pathlib.Path, specs: list[str], lengths: list[int], kinds: list[str]) -> None:
-    """efficiency.md and efficiency.png of the newest measurements."""
-    found = {(record["config"], record["length"], record["kind"]): record for record in read(out / "efficiency.jsonl")}
+    """Writes efficiency.md and efficiency.png from the newest measurements."""
+    measured = records.read(out / "efficiency.jsonl")
+    found = {(record["config"], record["length"], record["kind"]): record for record in measured}
     rows = []
     for kind, length, spec in itertools.product(kinds, lengths, specs):
         one, base = found[spec, length, kind], found[specs[-1], length, kind]
         cells = [cell(one, base, name, form) for name, form in COLUMNS.items()]
-        rows.append((kind, f"{length}", spec.rpartition("/")[2].replace(".py", ""), *cells))
+        rows.append((kind, f"{length}", records.short_name(spec), *cells))
     header = ("what", "length", "config", "tokens read / s", "peak memory (GB)", "tokens written / s", "state (MB)")
     (out / "efficiency.md").write_text(markdown_table(header, rows) + "\n")
     panels = {panel: curves(found, panel, specs, lengths) for panel in PANELS if panel[0] in kinds}
@@ -143,15 +141,14 @@ def report(out: pathlib.Path, specs: list[str], lengths: list[int], kinds: list[
     print((out / "efficiency.md").read_text())
 
 
-COLUMNS = {
+COLUMNS: dict[str, Callable[[float], str]] = {
     "tokens_per_second": "{:,.0f}".format,
     "memory_gb": "{:.2f}".format,
     "written_per_second": "{:,.1f}".format,
     "state_bytes": lambda size: f"{size / 1e6:.2f}",
 }
 
-
-# What is drawn: measurement, value, label.
+# What is drawn: (measurement, value, title).
 PANELS = (
     ("training", "tokens_per_second", "training, tokens / s"),
     ("training", "memory_gb", "training, peak GB"),
@@ -160,34 +157,33 @@ PANELS = (
 )
 
 
-def curves(found: dict, panel: tuple[str, str, str], specs: list[str], lengths: list[int]) -> dict[str, list[float]]:
+def curves(
+    found: Mapping[tuple, Record], panel: tuple[str, str, str], specs: list[str], lengths: list[int]
+) -> dict[str, list[float]]:
+    """Returns the values of a panel over the lengths, by config; NaN where there is none."""
     kind, name, _ = panel
     return {spec: [found[spec, length, kind].get(name, np.nan) for length in lengths] for spec in specs}
 
 
-def draw(png: pathlib.Path, panels: dict, lengths: list[int]) -> None:
-    """One panel a measurement, one curve a config."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def draw(png: pathlib.Path, panels: Mapping[tuple[str, str, str], dict[str, list[float]]], lengths: list[int]) -> None:
+    """Draws one panel for each measurement, with one curve for each config."""
+    plt = plots.pyplot()
     with plt.rc_context(plots.STYLE):
         shape = (-(-len(panels) // 2), 2)
         figure, axes = plt.subplots(*shape, figsize=(9, 3 * shape[0]), layout="constrained", sharex=True, squeeze=False)
         for axis, ((*_, label), by_config) in zip(axes.flat, panels.items()):
             for (spec, values), colour in zip(by_config.items(), plots.COLOURS):
-                axis.plot(lengths, values, "o-", color=colour, label=spec.rpartition("/")[2].replace(".py", ""))
+                axis.plot(lengths, values, "o-", color=colour, label=records.short_name(spec))
             axis.set_xscale("log", base=2)
             top = 1.08 * np.nanmax([value for values in by_config.values() for value in values])
             axis.set(title=label, ylim=(0, top), xticks=lengths, xticklabels=lengths)
         axes[0, 0].legend()
-        figure.supxlabel("tokens of a text")
-        figure.savefig(png)
+        figure.supxlabel("tokens per text")
+        plots.save(figure, png)
 
 
-def cell(one: dict, base: dict, name: str, form) -> str:
-    """A value and how it compares with the baseline's."""
+def cell(one: Record, base: Record, name: str, form: Callable[[float], str]) -> str:
+    """Returns a value, and how it compares with that of the baseline."""
     if name not in one:
         return "failed" if "failed" in one else "-"
     change = "" if one is base or name not in base else f" ({100 * (one[name] / base[name] - 1):+.1f} %)"

@@ -1,6 +1,7 @@
 """Prints docs/results/parameters.md: `python -m scripts.results.parameter_table > docs/results/parameters.md`
 
-Parameters, FLOPs and decoding state of every shipped config of the papers' sizes. Nothing is trained or allocated.
+Lists the parameters, FLOPs and decoding state of every shipped config at the papers' sizes. Nothing is trained or
+allocated.
 """
 
 import dataclasses
@@ -14,15 +15,20 @@ from mesanet_jax.recipes.backbone import PAPER
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-SHIPPED = ROOT / "tests" / "golden" / "configs"  # a text for every config, named FAMILY-VARIANT.txt
-# By size, what the others are measured against: MesaNet's sizes, and Maglev's largest.
+SHIPPED = ROOT / "tests" / "golden" / "configs"  # one text file per config, named FAMILY-VARIANT.txt
+# The config that the others of a size are compared with: MesaNet, and at Maglev's largest size its Transformer.
 BASELINES = {size: f"mesanet:{size}" for size in PAPER} | {"d20": "maglev:d20-interleaved"}
-LENGTH = 2048
+LENGTH = 2048  # tokens per row
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One config: FLOPs are those of a token in a row of `LENGTH`, bytes those of one sequence's decoding state."""
+    """The measures of one config.
+
+    Attributes:
+      forward, training: FLOPs per token in a row of `LENGTH`.
+      state: bytes of the decoding state of one sequence.
+    """
 
     spec: str
     size: str
@@ -36,6 +42,7 @@ class Row:
         return self.spec.partition(":")[0]
 
     def markdown(self, baseline: "Row") -> str:
+        """Returns the row of the table."""
         return (
             f"| `{self.spec}` | {self.parameters:,} | {self.parameters / baseline.parameters:.4f} "
             f"| {self.forward / 1e6:,.0f} | {self.training / 1e6:,.0f} | {self.state / 2**20:.2f} |"
@@ -43,13 +50,14 @@ class Row:
 
 
 def shipped(wanted: Collection[str] = PAPER) -> dict[str, str]:
-    """{spec: size} of the shipped configs that have one of these sizes."""
+    """Returns the shipped configs that have one of the sizes `wanted`, as {spec: size}."""
     names = [path.stem.partition("-") for path in sorted(SHIPPED.glob("*.txt"))]
     sizes = {f"{family}:{variant}": variant.partition("-")[0] for family, _, variant in names}
     return {spec: size for spec, size in sizes.items() if size in wanted}
 
 
 def measure(spec: str, size: str) -> Row:
+    """Measures a shipped config, given as FAMILY:VARIANT."""
     family, _, variant = spec.partition(":")
     model = models.build(schema.load_file(f"{ROOT}/configs/{family}.py:{variant}").model)
     flops = model.flops_per_token(LENGTH)
@@ -59,23 +67,24 @@ def measure(spec: str, size: str) -> Row:
 
 
 def document(rows: list[Row]) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     lines = [
-        "# Every config at the papers' sizes: parameters, FLOPs, decoding state",
+        "# Parameters, FLOPs and decoding state of every config at the papers' sizes",
         "",
         "```",
         "python -m scripts.results.parameter_table > docs/results/parameters.md",
         "```",
         "",
-        f"Ratio: to the parameters of the first of that size. MFLOPs: of a token in a row of {LENGTH}, as",
-        "`mesanet_jax/flops.py` defines them and `tests/test_flops.py` holds against XLA's count; Mesa's with all solver",
-        f"iterations. State: MiB that one sequence of {LENGTH} tokens needs for decoding; only that of full attention grows",
-        "with the sequence.",
+        "- *ratio*: the parameters relative to those of the first config of the size.",
+        f"- *MFLOPs*: per token in a row of {LENGTH} tokens, as defined in `mesanet_jax/flops.py` and checked against",
+        "  XLA's count in `tests/test_flops.py`. Those of Mesa include all iterations of the solver.",
+        f"- *state*: the memory that decoding one sequence of {LENGTH} tokens needs. Only the state of full attention",
+        "  grows with the length of the sequence.",
     ]
     for size, spec in BASELINES.items():
         (baseline,) = (row for row in rows if row.spec == spec)
-        order = lambda row: (row is not baseline, row.family, row.state, row.spec)
-        of_size = sorted((row for row in rows if row.size == size), key=order)
+        of_size = [row for row in rows if row.size == size and row is not baseline]
+        of_size = [baseline, *sorted(of_size, key=lambda row: (row.family, row.state, row.spec))]
         lines += [
             "",
             f"## {size}",

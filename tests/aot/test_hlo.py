@@ -1,4 +1,4 @@
-"""What is counted in a compiled program: by a hand-written one as the TPU compiler writes them, and by real ones."""
+"""Tests what is counted in a compiled program: with a hand-written one in the TPU compiler's style, and real ones."""
 
 from types import SimpleNamespace
 
@@ -10,21 +10,21 @@ from mesanet_jax.aot import collectives, hlo, matmuls
 from mesanet_jax.aot.chips import CHIPS
 from mesanet_jax.aot.estimate import estimate
 
-# Two turns of a loop over three layers, as the TPU compiler writes it: a product as a convolution, a reduce-scatter as a
-# fusion, an asynchronous all-gather that is there twice.
+# Two iterations of a loop over three layers, as the TPU compiler writes it: a product as a convolution, a
+# reduce-scatter as a fusion, and an asynchronous all-gather that occurs twice.
 PROGRAM = """HloModule jit_train, is_scheduled=true
 
 %gather.start (p.1: bf16[16,32]) -> (bf16[16,32], bf16[32,32], u32[]) {
   %p.1 = bf16[16,32]{1,0:T(8,128)(2,1)} parameter(0)
   %all-gather.1 = bf16[32,32]{1,0:T(8,128)(2,1)} all-gather(%p.1), channel_id=1, dimensions={0}
-  ROOT %custom-call.1 = (bf16[16,32]{1,0}, bf16[32,32]{1,0}, u32[]{:S(2)}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+  ROOT %call.1 = (bf16[16,32], bf16[32,32], u32[]) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
 }
 
 %gather.done (p.2: bf16[16,32], p.3: bf16[32,32]) -> bf16[32,32] {
   %p.2 = bf16[16,32]{1,0} parameter(0)
   %p.3 = bf16[32,32]{1,0} parameter(1)
   %all-gather.2 = bf16[32,32]{1,0} all-gather(%p.2), channel_id=1, dimensions={0}
-  ROOT %custom-call.2 = bf16[32,32]{1,0} custom-call(%p.2, %p.3, %all-gather.2), custom_call_target="AsyncCollectiveDone"
+  ROOT %custom-call.2 = bf16[32,32] custom-call(%p.2, %p.3, %all-gather.2), custom_call_target="AsyncCollectiveDone"
 }
 
 %all-reduce-scatter.1 (p.4: f32[32,32]) -> f32[16,32] {
@@ -44,7 +44,7 @@ PROGRAM = """HloModule jit_train, is_scheduled=true
   %start = (bf16[16,32]{1,0}, bf16[32,32]{1,0}, u32[]{:S(2)}) fusion(%weights), kind=kCustom, calls=%gather.start
   %whole = bf16[32,32]{1,0} get-tuple-element(%start), index=1
   %done = bf16[32,32]{1,0} fusion(%weights, %whole), kind=kCustom, calls=%gather.done
-  %fusion.1 = f32[64,32]{1,0} fusion(%weights, %done), kind=kOutput, calls=%product, backend_config={"window_config":{"estimated_cycles":"1000"}}
+  %fusion.1 = f32[64,32] fusion(%weights, %done), calls=%product, backend_config={"estimated_cycles":"1000"}
   %fusion.2 = f32[16,32]{1,0} fusion(%fusion.1), kind=kCustom, calls=%all-reduce-scatter.1
   %kernel = f32[16,32]{1,0} custom-call(%fusion.2), custom_call_target="tpu_custom_call"
   %look-up = f32[16,32]{1,0} gather(%kernel, %p.7), offset_dims={1}
@@ -76,7 +76,7 @@ ENTRY %main (a: bf16[16,32]) -> f32[8] {
   %a = bf16[16,32]{1,0} parameter(0)
   %zero = s32[] constant(0)
   %tuple.3 = (s32[], bf16[16,32]{1,0}) tuple(%zero, %a)
-  %while.2 = (s32[], bf16[16,32]{1,0}) while(%tuple.3), condition=%until, body=%turn, backend_config={"known_trip_count":{"n":"2"}}
+  %while.2 = (s32[], bf16[16,32]) while(%tuple.3), condition=%until, body=%turn, config={"known_trip_count":{"n":"2"}}
   %while.3 = (s32[], bf16[16,32]{1,0}) while(%tuple.3), condition=%until, body=%turn2
   %permute = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%vector), channel_id=3
   %vector = f32[8]{0} broadcast(%zero)
@@ -95,7 +95,7 @@ def module():
 
 
 def test_loops_count_by_their_trips(module):
-    """Three layers (from 1 below 4) in each of two turns, and one loop whose length only its data know."""
+    """Three layers (from 1 below 4) in each of two iterations, and one loop whose length depends on its data."""
     times = {visit.instruction.name: visit.times for visit in hlo.walk(module)}
     assert (times["fusion.1"], times["convolution.1"], times["while.1"], times["sum"]) == (6, 6, 2, 1)
     assert hlo.unknown_loops(module) == 1
@@ -104,7 +104,7 @@ def test_loops_count_by_their_trips(module):
 def test_collectives_by_kind(module):
     found = {each.kind: (each.count, each.bytes) for each in collectives.measure(module)}
     assert found == {
-        "all-gather": (6, 6 * 32 * 32 * 2),  # once each, though its end repeats it
+        "all-gather": (6, 6 * 32 * 32 * 2),  # counted once each, although its end repeats it
         "reduce-scatter": (6, 6 * 32 * 32 * 4),
         "all-reduce": (1, 8 * 4),
         "collective-permute": (1, 8 * 4 + 8),  # with its two flags
@@ -113,7 +113,7 @@ def test_collectives_by_kind(module):
 
 
 def test_estimate_by_cycles_and_trips(module):
-    """6 products of 1000 cycles; the Pallas kernel and the gather have none, fusions around collectives need none."""
+    """Six products of 1000 cycles; the Pallas kernel and the gather have none, fusions around collectives need none."""
     chip = CHIPS["v5p"]
     guess = estimate(SimpleNamespace(topology=SimpleNamespace(chip=chip)), module)
     assert guess.computing == pytest.approx(6000 / 1.75e9)
@@ -126,24 +126,41 @@ def test_matmul_flops_of_a_convolution(module):
     assert matmuls.flops(module) == 6 * 2 * 64 * 32 * 32
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "out", "attributes", "products"),
-    [
-        # a batch of two products: holes between its entries, so that each meets its own kernel alone
-        ("f32[2,64,16]", "f32[2,16,8]", "f32[2,64,8]", "window={size=2 lhs_dilate=2}, dim_labels=0bf_0io->0bf", 2 * 64 * 16 * 8),
-        # heads written as a window over padding
-        ("f32[64,32,1]", "f32[2,16,32]", "f32[64,2,16]", "window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_0oi->b0f", 64 * 32 * 2 * 16),
-        # a real convolution over time: 4 taps, padded on the left
-        ("f32[3,100,8]", "f32[4,8,8]", "f32[3,100,8]", "window={size=4 pad=3_0}, dim_labels=b0f_0io->b0f", 3 * 8 * 8 * (4 * 100 - 6)),
-    ],
-)  # fmt: skip
-def test_convolutions_count_the_taps_that_meet_a_value(left, right, out, attributes, products):
-    text = f"ENTRY %main (a: f32[]) -> f32[] {{\n  %l = {left} parameter(0)\n  %r = {right} parameter(1)\n  ROOT %c = {out} convolution(%l, %r), {attributes}\n}}\n"
+CONVOLUTIONS = {
+    "a batch of two products: holes between its entries, so that each meets only its own kernel": (
+        ("f32[2,64,16]", "f32[2,16,8]", "f32[2,64,8]"),
+        "window={size=2 lhs_dilate=2}, dim_labels=0bf_0io->0bf",
+        2 * 64 * 16 * 8,
+    ),
+    "heads written as a window over padding": (
+        ("f32[64,32,1]", "f32[2,16,32]", "f32[64,2,16]"),
+        "window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_0oi->b0f",
+        64 * 32 * 2 * 16,
+    ),
+    "a real convolution over time: 4 taps, padded on the left": (
+        ("f32[3,100,8]", "f32[4,8,8]", "f32[3,100,8]"),
+        "window={size=4 pad=3_0}, dim_labels=b0f_0io->b0f",
+        3 * 8 * 8 * (4 * 100 - 6),
+    ),
+}
+
+
+@pytest.mark.parametrize(("shapes", "attributes", "products"), CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
+def test_convolutions_count_the_taps_that_meet_a_value(shapes, attributes, products):
+    left, right, out = shapes
+    lines = [
+        "ENTRY %main (a: f32[]) -> f32[] {",
+        f"  %l = {left} parameter(0)",
+        f"  %r = {right} parameter(1)",
+        f"  ROOT %c = {out} convolution(%l, %r), {attributes}",
+        "}",
+    ]
+    text = "\n".join(lines) + "\n"
     assert matmuls.flops(hlo.parse(text)) == 2 * products
 
 
 def test_matmul_flops_of_a_compiled_scan():
-    """A real program: 3 x (forward and backward) products of a scanned layer, and XLA's own count that misses the loop."""
+    """A real program: a scanned layer has three products, forward and backward, in each of five iterations."""
 
     def loss(w_LDD, x_BD):
         return jax.numpy.sum(jax.lax.scan(lambda x, w: (x @ w, None), x_BD, w_LDD)[0])
@@ -154,7 +171,7 @@ def test_matmul_flops_of_a_compiled_scan():
 
 
 def test_collectives_of_a_compiled_scan():
-    """A real program: each of 5 layers gathered from 4 devices, inside the loop."""
+    """A real program: each of five layers is gathered from four devices, inside the loop."""
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
 
     def run(w_LDD, x_BD):

@@ -1,4 +1,4 @@
-"""Topologies by name, the mesh on them, prices, and the search for what fits: everything that compiles nothing."""
+"""Tests everything that compiles nothing: topologies by name, meshes on them, prices, the search for what fits."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def test_wrong_names_are_one_line(name, slices, said):
 def test_chips_table():
     assert topology.parse("v5p:8x8x8", slices=2) == ("v5p", "8x8x8")
     assert chips_in("8x8x8") == 512
-    units = {"v5e": 4 * 128**2, "v5p": 2 * 4 * 128**2}  # of the matrix units, two FLOPs each a cycle
+    units = {"v5e": 4 * 128**2, "v5p": 2 * 4 * 128**2}  # multiply-adds per cycle, of two FLOPs each
     peaks = {"v5e": PEAK_TFLOPS["TPU v5 lite"], "v5p": PEAK_TFLOPS["TPU v5"]}
     assert {chip: 2e-3 * units[chip] * CHIPS[chip].clock for chip in units} == pytest.approx(peaks, rel=0.005)
 
@@ -63,18 +63,25 @@ def test_mesh_that_does_not_fit_proposes_one():
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ("RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO temporaries (45.50G) exceeds available HBM (15.75G).", {"temporaries": 45.5 * 2**30}),
-        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 21.50G of 15.75G hbm.", {"total": 21.5 * 2**30}),
+        (
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO"
+            " temporaries (45.50G) exceeds available HBM (15.75G).",
+            {"temporaries": 45.5 * 2**30},
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 21.50G of 15.75G hbm.",
+            {"total": 21.5 * 2**30},
+        ),
         ("RESOURCE_EXHAUSTED: HBM, in words to come", {}),
         ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 21.50M of 16.00M.", None),
         ("INTERNAL: something else", None),
     ],
-)  # fmt: skip
+)
 def test_what_the_compiler_says_about_memory(message, said):
     assert read_shortage(message) == said
 
 
-# The most rows that fit, by policy; what the config has; what must be found, and in how many compilations with that one.
+# The most rows that fit by policy, the setting of the config, the setting to find, and the number of compilations.
 @pytest.mark.parametrize(
     ("fitting", "first", "answer", "count"),
     [

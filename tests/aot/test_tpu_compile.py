@@ -1,7 +1,7 @@
-"""The whole training step compiles for TPUs, and fits their memory, on a machine without one.
+"""Tests that the whole training step compiles for TPUs, and fits their memory, on a machine without one.
 
-Needs the TPU compiler beside the environment (jax would look for a TPU if it were inside); `make test-all` sees to it. A
-compilation takes minutes.
+This needs the TPU compiler beside the environment (inside, it would make jax look for a TPU); `make test-all` installs
+it. A compilation takes minutes.
 """
 
 import json
@@ -19,14 +19,13 @@ SMOKE_MESH = ("--config.mesh.data=2", "--config.mesh.fsdp=2")
 
 
 def compiled(tmp_path, spec: str, pod: str, *flags: str) -> tuple[subprocess.CompletedProcess, dict]:
-    """What the command prints for a pod, and its record."""
+    """Runs mesanet_jax.compile for a pod; returns the finished process and its record."""
     if COMPILER not in os.environ:
         pytest.skip(f"{COMPILER} is not set; `make test-all` installs the compiler and sets it")
     record = tmp_path / "facts.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "mesanet_jax.compile", f"--config={spec}", f"--topology={pod}", f"--json={record}", *flags],
-        capture_output=True, text=True, cwd=ROOT, env=os.environ | {"XLA_FLAGS": ""},  # those of the tests are the CPU's
-    )  # fmt: skip
+    command = [sys.executable, "-m", "mesanet_jax.compile", f"--config={spec}", f"--topology={pod}", f"--json={record}"]
+    environment = os.environ | {"XLA_FLAGS": ""}  # the tests set flags for CPUs
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert record.exists(), done.stderr[-4000:]
     return done, json.loads(record.read_text())
 
@@ -55,7 +54,7 @@ def test_training_step_compiles_and_fits(spec, pod, flags, tmp_path, capsys):
     guess = facts["estimate"]
     if guess is not None:
         assert 0 < guess["mfu"][1] <= guess["mfu"][0] < 1
-        if not guess["kernels_without"]:  # recomputation and whole chunks on top of what is needed
+        if not guess["kernels_without"]:  # compiled products include recomputation and whole chunks
             assert facts["matmul_flops"] > facts["model_flops"]
 
 
@@ -71,7 +70,7 @@ def test_what_does_not_fit_is_said(tmp_path):
 
 @pytest.mark.slow
 def test_saved_step_is_written(tmp_path):
-    """Loading it needs a TPU and is not tested; what a CPU's step goes through is in test_compile.py."""
+    """Loading the step needs a TPU and is not tested; test_compile.py does it for a step of a CPU."""
     path = tmp_path / "step"
     compiled(tmp_path, "configs/transformer.py:smoke", "v5e:2x2", *SMOKE_MESH, f"--save={path}")
     head, _, payload = path.read_bytes().partition(b"\n")

@@ -1,4 +1,4 @@
-"""The corpus inside the package and the script that builds it."""
+"""Tests the corpus of the package and the script that builds it."""
 
 import importlib.util
 import json

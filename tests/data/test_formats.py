@@ -1,4 +1,4 @@
-"""Every format gives its texts in order, and everything broken by kind and place."""
+"""Every format yields its texts in order, and broken input with its kind and place."""
 
 import gzip
 import json
@@ -91,7 +91,7 @@ def test_corrupt_parquet_page(tmp_path):
 
 
 def test_jsonl_compressions_and_line_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "_CHUNK", 11)  # lines and frames span chunks
+    monkeypatch.setattr(formats, "_CHUNK", 11)  # so that lines and frames span several chunks
     plain = write_jsonl(tmp_path / "a.jsonl", WRITTEN).read_bytes()
     half = plain.index(b"\n", len(plain) // 2) - 20
     contents = {

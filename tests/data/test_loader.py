@@ -1,4 +1,4 @@
-"""Batches: pure in the step, each row once an epoch, the same for any number of processes."""
+"""A batch depends only on the step; rows are read once per epoch, and the number of processes does not matter."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def equal(one, other):
     return one.keys() == other.keys() and all(np.array_equal(one[key], other[key]) for key in one)
 
 
-def test_each_row_once_an_epoch_in_another_order(rows):
+def test_each_row_is_read_once_per_epoch_in_another_order(rows):
     count = len(rows)
     order = np.array([batches(rows, batch_size=1).row_indices(step)[0] for step in range(3 * count)]).reshape(3, count)
     assert (np.sort(order) == np.arange(count)).all()
@@ -82,12 +82,12 @@ def test_fresh_process_gives_the_same_batch(rows):
     )
     fresh = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     scope = {}
-    exec(program.replace("print(", "digest = ("), scope)
-    assert fresh.strip() == scope["digest"]
+    exec(program.replace("print(", "checksum = ("), scope)
+    assert fresh.strip() == scope["checksum"]
 
 
 def test_order_is_pinned():
-    """Resuming must give the same rows under another version of Grain."""
+    """A run that is resumed with another version of Grain must read the same rows."""
 
     class Numbers:
         split = "train"
@@ -126,7 +126,7 @@ def test_weights_and_segments_of_random_rows(rows):
     batch = to_batch(stored)
     steps = np.diff(batch["segment_ids"], axis=1)
     assert (batch["segment_ids"][:, 0] == 0).all() and ((steps == 0) | (steps == 1)).all()
-    starts = packing.starts(stored)
+    starts = packing.document_starts(stored)
     bos = rows.tokenizer.bos_id
     assert ((batch["targets"] == bos) == starts[:, 1:]).all()
     valid = np.arange(1, 33) < stored["length"][:, None]

@@ -1,4 +1,4 @@
-"""Data is prepared by spawned processes, which must neither load jax nor touch a device."""
+"""Data are prepared by spawned processes, which must neither import jax nor use a device."""
 
 import re
 import subprocess

@@ -13,7 +13,7 @@ def random_documents(seed: int, count: int) -> list[np.ndarray]:
 
 
 def pack(documents, *, seq_len=16, every=None):
-    """All rows; with `every`, full rows are taken after so many documents."""
+    """Returns all rows; with `every`, takes the full rows after every so many documents."""
     packer = Packer(row_dtype(seq_len=seq_len, vocab_size=1000), pad_id=7)
     rows = []
     for index, document in enumerate(documents):
@@ -47,8 +47,15 @@ def test_continued_document_has_one_start():
     packer.add(np.array([4, 5, 6]), starts=False)
     packer.add(np.array([7]))
     rows = packer.flush()
-    assert packing.starts(rows).tolist() == [[True, False, False, False], [False, False, True, False]]
+    assert packing.document_starts(rows).tolist() == [[True, False, False, False], [False, False, True, False]]
     assert [document.tolist() for document in packing.documents(rows)] == [[1, 2, 3, 4, 5, 6], [7]]
+
+
+def test_segments_are_numbered_from_zero_in_each_row():
+    starts_RL = np.array([[True, False, True, False], [False, False, True, True], [False] * 4])
+    segments_RL = packing.segment_ids(starts_RL)
+    assert segments_RL.dtype == np.int32
+    assert segments_RL.tolist() == [[0, 0, 1, 1], [0, 0, 1, 2], [0, 0, 0, 0]]
 
 
 def test_nothing_gives_no_rows():
@@ -59,3 +66,15 @@ def test_nothing_gives_no_rows():
 def test_token_width_follows_the_vocabulary():
     assert row_dtype(seq_len=8, vocab_size=1 << 16)["tokens"].base == np.uint16
     assert row_dtype(seq_len=8, vocab_size=(1 << 16) + 1)["tokens"].base == np.uint32
+
+
+def test_rows_as_a_stream():
+    """Padding disappears; a document that continues in the next row does not start there."""
+    packer = Packer(row_dtype(seq_len=3, vocab_size=300), pad_id=0)
+    for document in ([1, 2, 3, 4, 5], [6]):
+        packer.add(np.array(document))
+    rows = packer.flush()
+    assert packing.valid(rows).tolist() == [[True] * 4, [True, True, False, False]]
+    tokens_N, starts_N = packing.stream(rows)
+    assert tokens_N.tolist() == [1, 2, 3, 4, 5, 6] and np.flatnonzero(starts_N).tolist() == [0, 5]
+    assert packing.segment_ids(packing.document_starts(rows)).tolist() == [[0, 0, 0, 0], [0, 1, 1, 1]]

@@ -1,4 +1,4 @@
-"""Preparing: what comes out is the text that went in, in every format, split and policy."""
+"""Prepared rows hold exactly the input text, in every format and split, with and without BOS and EOS."""
 
 import numpy as np
 import pyarrow as pa
@@ -83,12 +83,12 @@ def test_join_is_one_document_over_units(tmp_path):
         )["splits"]["train"]
         assert len(made["shards"]) > 1 and made["documents"] == 1
         assert made["tokens"] == made["text_bytes"] + 2
-        assert made["words"] == sum(len(row.split()) + 1 for row in rows)  # a line end is a word
+        assert made["words"] == sum(len(row.split()) + 1 for row in rows)  # the end of a line counts as a word
         assert "".join(documents(out)) == "".join(rows)
         joined = PackedRows(str(out), "train")
         assert joined.tokenizer.decode(stream.read(joined)[0]) == "".join(rows)
         packed = [np.load(out / shard["file"]) for shard in made["shards"]]
-        assert sum(packing.starts(shard).sum() for shard in packed) == 1
+        assert sum(packing.document_starts(shard).sum() for shard in packed) == 1
         assert (packed[0]["tokens"][0, 0], packed[-1]["tokens"][-1][packed[-1]["length"][-1] - 1]) == (256, 257)
 
 

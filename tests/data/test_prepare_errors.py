@@ -1,4 +1,4 @@
-"""Preparing: one clear line for what is wrong, in the input, the config, the disk or the processes."""
+"""Preparing reports each mistake in one clear line: in the input, the config, the disk or the processes."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from tests.helpers.data import Item, command, die_on_second, documents, make_con
 
 
 def broken_corpus(tmp_path) -> list[str]:
-    """Two files with a broken line and an empty document in the first and a cut end in the second."""
+    """Writes two files: the first has a broken line and an empty document, the second is truncated."""
     good = [f"good text {number}" for number in range(20)]
     lines = [json.dumps({"text": text}) for text in good[:10]]
     lines[3:3] = ['{"text": "cut', '{"text": ""}']
@@ -66,7 +66,10 @@ def test_wrong_configs(tmp_path):
         ({"output": ""}, "config.output: is empty"),
         ({"input": ""}, "config.input: is empty"),
         ({"input": tmp_path / "*.parquet"}, "config.input=.*no file matches"),
-        ({"validation_input": tmp_path / "in.jsonl"}, "in.jsonl: is in both train and validation"),
+        (
+            {"validation_input": tmp_path / "in.jsonl"},
+            "in.jsonl: is an input of both the train and the validation split",
+        ),
         ({"holdout": 1.0}, "config.holdout=1.0"),
         ({"holdout": 0.1, "document": "join"}, "config.holdout"),
         ({"document": "line"}, "config.document=line.*jsonl"),
@@ -98,7 +101,7 @@ def test_full_disk_is_one_line(tmp_path):
     done = subprocess.run(limited, capture_output=True, text=True)
     assert done.returncode == 2
     assert "out: cannot be written: File too large" in done.stderr and done.stderr.count("\n") == 1
-    assert not list((tmp_path / "out").glob(".*.tmp"))
+    assert not list((tmp_path / "out").glob(".*.partial"))
 
 
 def test_worker_death_names_the_unit():

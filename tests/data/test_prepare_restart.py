@@ -1,4 +1,4 @@
-"""Preparing gives the same bytes however it is run: by any number of workers, interrupted or not."""
+"""Preparing gives the same bytes with any number of workers, interrupted or not."""
 
 import os
 import signal
@@ -10,11 +10,11 @@ import pytest
 
 from mesanet_jax.errors import UserError
 from mesanet_jax.prepare import prepare
-from tests.helpers.data import austen_texts, command, corpus, digests, documents, make_config, write_jsonl
+from tests.helpers.data import austen_texts, command, corpus, documents, file_hashes, make_config, write_jsonl
 
 
 def many_units(tmp_path) -> dict:
-    """Settings of a corpus of 6 units, each taking a noticeable time."""
+    """Returns the settings of a corpus of 6 units, each of which takes a noticeable time."""
     texts = austen_texts()
     for number in range(6):
         write_jsonl(tmp_path / f"in-{number}.jsonl", texts[number * 40 : number * 40 + 40])
@@ -30,7 +30,7 @@ def many_units(tmp_path) -> dict:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A preparation by one worker without interruption: its settings and output."""
+    """Returns the settings and the output of an uninterrupted preparation by one worker."""
     folder = tmp_path_factory.mktemp("whole")
     settings = many_units(folder)
     prepare(make_config(output=folder / "out", **settings))
@@ -40,7 +40,7 @@ def whole(tmp_path_factory):
 def test_workers_do_not_matter(whole, tmp_path):
     settings, expected = whole
     prepare(make_config(output=tmp_path / "out", workers=2, **settings))
-    assert digests(tmp_path / "out") == digests(expected)
+    assert file_hashes(tmp_path / "out") == file_hashes(expected)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -49,7 +49,7 @@ def test_interrupted_and_rerun(whole, tmp_path, sent, workers):
     settings, expected = whole
     settings = settings | {"format": "auto", "workers": workers}
     out = tmp_path / "out"
-    # A process started in the background inherits that Ctrl-C is ignored, and so would this one.
+    # If these tests run in the background, Ctrl-C is ignored, and child processes would inherit that.
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(
         command(out, settings), stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heeds
@@ -61,12 +61,12 @@ def test_interrupted_and_rerun(whole, tmp_path, sent, workers):
     _, errors = process.communicate()
     if sent == signal.SIGINT:
         assert process.returncode == 130
-        assert errors.count("\n") == 1 and "rerun" in errors
+        assert errors.count("\n") == 1 and "to resume, run the same command again" in errors
     assert not (out / "manifest.json").exists()
     kept = {path.name: path.stat().st_mtime_ns for path in out.glob("unit-*.json")}
-    time.sleep(0.5 if workers > 1 else 0)  # orphaned workers finish their unit
+    time.sleep(0.5 if workers > 1 else 0)  # workers without a parent finish their unit
     prepare(make_config(output=out, **settings))
-    assert digests(out) == digests(expected)
+    assert file_hashes(out) == file_hashes(expected)
     assert all((out / name).stat().st_mtime_ns == changed for name, changed in kept.items())
 
 
@@ -85,16 +85,16 @@ def test_lost_shard_is_made_again(whole, tmp_path):
     (out / "manifest.json").unlink()
     (out / "train-00002.npy").unlink()
     prepare(make_config(output=out, **settings))
-    assert digests(out) == digests(expected)
+    assert file_hashes(out) == file_hashes(expected)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"seq_len": 64}, "seq_len=32, now it is 64"),
-        ({"bos": False}, "bos=True, now it is False"),
-        ({"tokenizer__vocab_size": 700}, "tokenizer.vocab_size=600, now it is 700"),
-        ({"holdout": 0.2}, "holdout=0.1, now it is 0.2"),
+        ({"seq_len": 64}, "seq_len=32, but now it is 64"),
+        ({"bos": False}, "bos=True, but now it is False"),
+        ({"tokenizer__vocab_size": 700}, "tokenizer.vocab_size=600, but now it is 700"),
+        ({"holdout": 0.2}, "holdout=0.1, but now it is 0.2"),
     ],
 )
 def test_other_settings_are_refused(whole, change, said):
@@ -103,7 +103,7 @@ def test_other_settings_are_refused(whole, change, said):
         prepare(make_config(output=out, **(settings | change)))
 
 
-def test_settings_can_be_mended_until_a_unit_is_done(tmp_path):
+def test_settings_can_be_corrected_until_a_unit_is_finished(tmp_path):
     write_jsonl(tmp_path / "in.jsonl", ["text"])
     settings = {"input": tmp_path / "in.jsonl", "output": tmp_path / "out"}
     with pytest.raises(UserError, match="on_error"):

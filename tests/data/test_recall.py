@@ -1,4 +1,4 @@
-"""Delayed recall: what a row holds, what of it counts, and that windows shorter than the delay cannot know the answers.
+"""Tests the rows of delayed recall, what counts in them, and that windows shorter than the delay cannot see the values.
 
 R rows, L tokens in a row, T = L - 1.
 """
@@ -31,7 +31,7 @@ def made(config, split="train"):
 
 
 def places(rows_R):
-    """(row, token) of each answer, [R, pairs]."""
+    """Returns the position of each answer in its row, [R, pairs]."""
     answers_RL = packing.counted(rows_R)
     return np.nonzero(answers_RL)[1].reshape(len(rows_R), -1)
 
@@ -48,11 +48,11 @@ def test_an_answer_is_the_value_a_delay_before_behind_the_same_key():
     assert all(len(set(row)) == 3 for row in take(1))  # a key has one value
     kinds = [np.isin(tokens_RL, symbols).sum() for symbols in (recall.KEYS, recall.VALUES, recall.FILLER)]
     assert kinds == [1500 * 6, 1500 * 6, 1500 * (128 - 12)]
-    assert (place.min(), place.max()) == (61, 127)  # the onset is anywhere it fits
+    assert (place.min(), place.max()) == (61, 127)  # the pairs begin anywhere they fit
 
 
 def test_nothing_but_the_value_tells_the_answer():
-    """Answers are uniform, whatever their key, their neighbours and their place."""
+    """Answers are uniform and independent of their key, their neighbours and their position."""
     rows_R = made(task(train_rows=20_000, symbols=4))
     place = places(rows_R)
     take = lambda shift: np.take_along_axis(rows_R["tokens"], place - shift, axis=1)
@@ -75,13 +75,13 @@ def test_rows_depend_on_the_seed_alone():
     assert made(task()).tobytes() == made(task()).tobytes()
     assert made(task()).tobytes() != made(task(seed=1)).tobytes()
     rows_R = made(task(train_rows=3000))
-    assert len(np.unique(rows_R["tokens"], axis=0)) == 3000  # no part repeats another
+    assert len(np.unique(rows_R["tokens"], axis=0)) == 3000  # no row occurs twice
     both = [made(task(validation_rows=1500), split)["tokens"] for split in ("train", "validation")]
     assert len(np.unique(np.concatenate(both), axis=0)) == 3000
 
 
 def test_training_rows_may_have_shorter_delays():
-    """Each as often, wherever they fit; validation rows are the same as without."""
+    """All delays are equally frequent, and `shortest_delay` does not change the validation rows."""
     config = task(shortest_delay=7, train_rows=5400)
     rows_R = made(config)
     tokens_RL, place = rows_R["tokens"], places(rows_R)
@@ -109,7 +109,7 @@ def test_written_rows_are_read_as_prepared_ones(prepared):
     assert (len(rows), rows.seq_len, rows.vocab_size) == (1500, 127, 259)
     assert rows.read(range(1500)).tobytes() == made(prepared).tobytes()
     assert rows.tokenizer.decode(rows[3]["tokens"]) == rows.decode(3) == rows.decode(3).strip()
-    assert recall.write(prepared)["fingerprint"] == rows.fingerprint  # again: nothing is done
+    assert recall.write(prepared)["fingerprint"] == rows.fingerprint  # the second call changes nothing
     with pytest.raises(UserError, match="holds other rows"):
         recall.write(task(output=prepared.output, seed=5))
 
@@ -125,13 +125,13 @@ def test_only_answers_count(prepared):
     assert not batch["segment_ids"].any()
     training = Batches(PackedRows(prepared.output, "train"), 8, seed=0, steps=1)[0]
     assert training["weights"].sum() == 8 * 3
-    with pytest.raises(UserError, match="only answers count"):
+    with pytest.raises(UserError, match="only answers are scored"):
         stream.read(rows)
 
 
 @pytest.mark.parametrize(("delay", "seen"), [(32, False), (31, True)])
 def test_windows_do_not_see_further_than_they_reach(delay, seen):
-    """Two layers of 16 tokens reach 30 before the last one: other values a delay of 32 earlier change no answer's loss."""
+    """Two layers of 16 tokens reach 30 tokens before the last one, so they do not see values 32 tokens before."""
     config = sliding_window.get_config("smoke")
     config.model.vocab_size = 259
     model = models.build(config.model)
@@ -152,12 +152,12 @@ def test_windows_do_not_see_further_than_they_reach(delay, seen):
     ("values", "message"),
     [
         ({"output": ""}, "config.output: is empty"),
-        ({"pairs": 27}, "config.pairs=27: there are 26"),
-        ({"symbols": 40}, "config.symbols=40: there are 33"),
-        ({"delay": 5}, "config.delay=5: must be at least 6, or the pairs' two places overlap"),
+        ({"pairs": 27}, "config.pairs=27: must be at most 26"),
+        ({"symbols": 40}, "config.symbols=40: must be at most 33"),
+        ({"delay": 5}, "config.delay=5: must be at least 6, or the pairs overlap with their repetition"),
         ({"shortest_delay": 5}, "config.shortest_delay=5: must be at least 6"),
-        ({"shortest_delay": 61}, "config.shortest_delay=61: is longer than config.delay=60"),
-        ({"delay": 123}, "config.seq_len=127: must be at least 128, for 3 pairs twice"),
+        ({"shortest_delay": 61}, "config.shortest_delay=61: must be at most config.delay=60"),
+        ({"delay": 123}, "config.seq_len=127: must be at least 128, to hold 3 pairs twice"),
     ],
 )
 def test_impossible_tasks_are_one_line(values, message):
@@ -169,7 +169,10 @@ def test_the_command(tmp_path, capsys):
     values = {"output": tmp_path / "out", "seq_len": 64, "delay": 40, "train_rows": 30, "validation_rows": 5}
     main([f"--config.{name}={value}" for name, value in values.items()])
     said = capsys.readouterr().out
-    assert "train: 30 rows of 64 + 1, 4 answers each" in said and "2.7726 nats without memory" in said
+    assert (
+        "train: 30 rows of 65 tokens, 4 answers per row" in said
+        and "without memory, an answer costs 2.7726 nats" in said
+    )
     main(["--help-config"])
     assert "tokens from a value to its answer" in capsys.readouterr().out
     with pytest.raises(UserError, match="did you mean --config.delay"):

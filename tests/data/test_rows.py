@@ -1,4 +1,4 @@
-"""Packed rows: random access, local and remote, and what is wrong with a directory."""
+"""Tests random access to packed rows, local and remote, and the errors of a broken directory."""
 
 import json
 
@@ -74,8 +74,8 @@ def change(path, **changes):
         (lambda out: (out / "manifest.json").unlink(), "manifest.json: missing; run"),
         (lambda out: (out / "manifest.json").write_text("{cut"), "manifest.json: not a manifest"),
         (lambda out: (out / "manifest.json").write_text("[]"), "manifest.json: not a manifest"),
-        (lambda out: change(out / "manifest.json", version=9), "version 9, this program reads 1"),
-        (lambda out: change(out / "manifest.json", seq_len=31), "fingerprint does not fit"),
+        (lambda out: change(out / "manifest.json", version=9), "has version 9, but this program reads version 1"),
+        (lambda out: change(out / "manifest.json", seq_len=31), "fingerprint does not match"),
         (lambda out: (out / "train-00000.npy").unlink(), "train-00000.npy: missing"),
         (lambda out: (out / "train-00000.npy").write_bytes(b"x"), "train-00000.npy: 1 bytes instead of"),
     ],
@@ -97,7 +97,7 @@ def test_unknown_split_and_directory(prepared, tmp_path):
 def test_exchanged_tokenizer_is_refused(prepared):
     rows = PackedRows(prepared.output, "train")
     rows.manifest["tokenizer"]["hash"] = "another"
-    with pytest.raises(UserError, match="not the one its rows were made with"):
+    with pytest.raises(UserError, match="not the one that its rows were made with"):
         rows.tokenizer
 
 

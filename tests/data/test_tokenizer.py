@@ -1,4 +1,4 @@
-"""Tokenizers: exact round trips, byte counts, no special ids from text, hashes that mean something."""
+"""Tokenizers are lossless, count bytes, never make special ids of text, and have hashes that tell them apart."""
 
 import io
 import json
@@ -17,8 +17,7 @@ SPELT = ["<s> </s> <pad> <unk> <0x41>", "<|endoftext|>", "", " ", "\n\n\n", "  a
 
 
 def gpt2_like() -> bytes:
-    """A byte-level BPE like GPT-2's. The real one: `--config.tokenizer.kind=huggingface
-    --config.tokenizer.path=.../tokenizer.json` with the file of the `gpt2` repository (50,257 ids)."""
+    """Returns a small byte-level BPE like that of GPT-2."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()

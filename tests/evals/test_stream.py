@@ -1,6 +1,6 @@
-"""The stream protocol: every token once, with the context that is promised, and the command.
+"""Tests the stream protocol: every token is scored once with the promised context; and tests its command.
 
-N tokens of the stream, B windows, T inputs of a window.
+Shape suffixes: N tokens of the stream, B windows, T inputs of a window, V vocabulary.
 """
 
 import json
@@ -24,7 +24,7 @@ LINES = [" = Heading = \n", "\n", *(f" The {i} of words @-@ counted , naïvely .
 
 
 def scored(tokens_N, starts_N, windows, *, batch_size=3):
-    """{place of a target: the places of the inputs that it is predicted from}, checked to be scored once."""
+    """Returns {position of a target: positions of the inputs that predict it}; checks that each is scored once."""
     found = {}
     for batch in stream.batches(tokens_N, starts_N, windows, batch_size=batch_size):
         assert {x.shape for x in batch.values()} == {(batch_size, windows.context)}
@@ -40,12 +40,12 @@ def scored(tokens_N, starts_N, windows, *, batch_size=3):
 @pytest.mark.parametrize("context, stride", [(8, 8), (8, 3), (8, 1), (7, 4), (64, 16), (1, 1)])
 @pytest.mark.parametrize("length", [2, 8, 9, 10, 31])
 def test_every_token_once_with_its_context(length, context, stride):
-    """Tokens are their places, so that what predicts what can be read off."""
+    """Each token is its own position, so that the inputs of a window show what predicts a target."""
     starts_N = np.arange(length) == 0
     found = scored(np.arange(length), starts_N, Windows(context, stride))
     assert sorted(found) == list(range(1, length))
     for target, inputs in found.items():
-        assert inputs == list(range(target - len(inputs), target))  # all of the text just before
+        assert inputs == list(range(target - len(inputs), target))  # the text directly before it
         least = min(target, context - stride + 1)
         assert least <= len(inputs) <= context
 
@@ -66,7 +66,7 @@ def test_impossible_windows(context, stride):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(workdir, config, params) of an attention model on a joined split, as WikiText is prepared."""
+    """Returns (workdir, config, params) of an attention model whose data are joined as for WikiText."""
     root = tmp_path_factory.mktemp("stream")
     for split in ("train", "validation"):
         (root / f"{split}.txt").write_text("".join(LINES))
@@ -88,7 +88,7 @@ def test_the_stream_is_the_text(run):
 
 @pytest.fixture(scope="module")
 def log_probs(run):
-    """Jitted tokens [T] -> log-probabilities [T,V], by decoding: another path than the one that is tested."""
+    """Returns a function from tokens [T] to log-probabilities [T, V] that uses decoding, not the tested code."""
     _, config, params = run
     model = models.build(config.model)
 
@@ -102,7 +102,7 @@ def log_probs(run):
 
 @pytest.mark.parametrize("stride", [16, 24])
 def test_equals_a_direct_computation(run, log_probs, stride):
-    """Window by window in NumPy, the new targets of each."""
+    """Adds up the new targets of each window in NumPy."""
     workdir, config, _ = run
     rows, context = PackedRows(config.data.path, "validation"), 24
     tokens_N, _ = stream.read(rows)
@@ -127,7 +127,7 @@ def test_equals_a_direct_computation(run, log_probs, stride):
 
 
 def test_a_stride_of_the_context_is_the_evaluation_of_blocks(run):
-    """Disjoint blocks of the stream, as plain rows, give the same sums."""
+    """Disjoint blocks of the stream, evaluated as rows, give the same loss."""
     _, config, params = run
     rows = PackedRows(config.data.path, "validation")
     tokens_N, starts_N = stream.read(rows)
@@ -147,7 +147,7 @@ def test_a_stride_of_the_context_is_the_evaluation_of_blocks(run):
 
 
 def test_command(run, capsys):
-    """A file of its own, beside that of the plain evaluation, with the protocol in it."""
+    """The results go to a file of their own, which names the protocol."""
     workdir, config, _ = run
     evaluate.main([f"--workdir={workdir}", "--protocol=stream", "--context=24", "--stride=16"])
     printed = capsys.readouterr().out
@@ -164,7 +164,7 @@ def test_command(run, capsys):
     "flags, message",
     [
         (["--protocol=strem"], "--protocol=strem: choose one of rows, stream"),
-        (["--context=8"], "--context: is of --protocol=stream"),
+        (["--context=8"], "--context: applies only to --protocol=stream"),
         (["--protocol=stream", "--stride=64"], "--stride=64: must be at least 1 and at most --context=32"),
     ],
 )

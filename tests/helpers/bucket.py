@@ -1,7 +1,8 @@
-"""A storage server of this machine in place of Google's, for gs:// in tests.
+"""A local storage server that replaces Google's in tests of gs:// paths.
 
-As much of the JSON API (cloud.google.com/storage/docs/json_api/v1) as gcsfs, google.cloud.storage and tensorstore use:
-objects with generations, conditional writes, ranges, resumable uploads, listings. They find it by environment variables.
+It implements the part of the JSON API (cloud.google.com/storage/docs/json_api/v1) that gcsfs, google.cloud.storage and
+tensorstore use: objects with generations, conditional writes, ranges, resumable uploads and listings. Environment
+variables tell the libraries where the server is.
 """
 
 import contextlib
@@ -20,20 +21,20 @@ Answer = tuple[int, dict[str, str], bytes]  # status, headers, content
 
 
 class Bucket:
-    """Objects by name, each with the generation that its last write gave it."""
+    """Objects by name, each with the generation of its last write."""
 
     url = f"gs://{NAME}"
 
     def __init__(self):
         self.objects: dict[str, tuple[bytes, int]] = {}
-        self.uploads: dict[str, tuple[str, bytes]] = {}  # id of a resumable upload -> name, what has come of it
+        self.uploads: dict[str, tuple[str, bytes]] = {}  # id of a resumable upload -> name, content so far
         self.lock = threading.Lock()
         self.numbers = itertools.count(1)
         self.holding, self.held, self._released = None, threading.Event(), threading.Event()
 
     @contextlib.contextmanager
     def hold(self, fragment: str) -> Iterator[None]:
-        """Keeps writes of objects with that in their names waiting while the block lasts; `held`: some do."""
+        """Delays writes of objects with `fragment` in their names while the block lasts; sets `held` when one waits."""
         self.holding = fragment
         try:
             yield
@@ -42,26 +43,26 @@ class Bucket:
             self._released.set()
 
     def pass_write(self, name: str) -> None:
-        """Waits, where writes of that name are held."""
+        """Waits if writes of this name are delayed."""
         if self.holding is not None and self.holding in name:
             self.held.set()
             self._released.wait()
 
 
 class Refused(Exception):
-    """An answer other than success: its HTTP status."""
+    """The HTTP status of an answer that is not a success."""
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Requests of one connection to the server's `bucket`."""
+    """Answers the requests of one connection."""
 
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_):
-        """Says nothing."""
+        """Logs nothing."""
 
     def handle(self) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a client that has seen enough
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client has closed the connection
             super().handle()
 
     def _serve(self) -> None:
@@ -89,11 +90,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 except Refused as refusal:
                     status = refusal.args[0]
                     return (status, {}, b"") if status == 304 else as_json({"error": {"code": status}}, status=status)
-        status, text = (400, "not in tests/bucket.py") if f"/b/{NAME}" in path else (404, "no such bucket")
+        status, text = (400, "not in tests/helpers/bucket.py") if f"/b/{NAME}" in path else (404, "no such bucket")
         return as_json({"error": {"code": status, "message": f"{text}: {method} {path}"}}, status=status)
 
     def _find(self, name: str) -> tuple[bytes, int]:
-        """An object and its generation, if there is one and the request's conditions hold."""
+        """Returns an object and its generation, if it exists and the conditions of the request hold."""
         content, generation = self._check(name)
         if not generation:
             raise Refused(404)
@@ -102,7 +103,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return content, generation
 
     def _check(self, name: str) -> tuple[bytes, int]:
-        """What there is of a name, generation 0 for nothing."""
+        """Returns an object and its generation; generation 0 if it does not exist."""
         found = self.bucket.objects.get(name, (b"", 0))
         if self.query.get("ifGenerationMatch", str(found[1])) != str(found[1]):
             raise Refused(412)
@@ -115,9 +116,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _about(self, name: str) -> dict:
         content, generation = self.bucket.objects[name]
         return {
-            "kind": "storage#object", "bucket": NAME, "name": name, "size": str(len(content)), "storageClass": "STANDARD",
-            "generation": str(generation), "metageneration": "1", "timeCreated": TIME, "updated": TIME,
-        }  # fmt: skip
+            "kind": "storage#object",
+            "bucket": NAME,
+            "name": name,
+            "size": str(len(content)),
+            "storageClass": "STANDARD",
+            "generation": str(generation),
+            "metageneration": "1",
+            "timeCreated": TIME,
+            "updated": TIME,
+        }
 
     def about_bucket(self) -> Answer:
         return as_json({"kind": "storage#bucket", "id": NAME, "name": NAME})
@@ -172,7 +180,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return 200, {"Location": f"http://{self.headers['Host']}{self.path}&upload_id={key}"}, b""
 
     def _go_on(self, key: str) -> Answer:
-        """The next part of a resumable upload; the one that states the whole size is the last."""
+        """Appends to a resumable upload; the part that states the total size is the last one."""
         name, content = self.bucket.uploads[key]
         content += self.body
         self.bucket.uploads[key] = name, content
@@ -181,7 +189,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return as_json(self._write(name, content))
 
     def batch(self) -> Answer:
-        """Several deletions in one request."""
+        """Deletes several objects in one request."""
         paths = re.findall(r"\nDELETE (\S+)", self.body.decode())
         answers = [f"--together\n\nHTTP/1.1 {self._answer('DELETE', path)[0]}\n" for path in paths]
         kind = {"Content-Type": "multipart/mixed; boundary=together"}
@@ -207,18 +215,18 @@ ROUTES = [
 
 @contextlib.contextmanager
 def serving() -> Iterator[Bucket]:
-    """An empty bucket, for this process and those that it starts."""
+    """Serves an empty bucket to this process and its children."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.bucket = Bucket()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
     variables = {
-        "STORAGE_EMULATOR_HOST": url,  # of gcsfs and google.cloud.storage
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks for the kind of bucket by gRPC
+        "STORAGE_EMULATOR_HOST": url,  # for gcsfs and google.cloud.storage
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # otherwise gcsfs asks for the kind of bucket by gRPC
         "TENSORSTORE_GCS_HTTP_URL": url,
         "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
         "GOOGLE_CLOUD_PROJECT": "none",
-        "NO_GCE_CHECK": "true",  # or google.auth looks for the cloud's metadata server
+        "NO_GCE_CHECK": "true",  # otherwise google.auth looks for a metadata server
     }
     before = {name: os.environ.get(name) for name in variables}
     os.environ |= variables

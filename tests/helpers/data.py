@@ -1,4 +1,4 @@
-"""Small corpora and configs for the tests of the data pipeline."""
+"""Provides small corpora and configs for the tests of the data pipeline."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ ALPHABETS = (
 
 
 def random_text(rng: random.Random, length: int) -> str:
-    """Words of mixed scripts, white space of every kind, combining marks, sentencepiece's own space symbol."""
+    """Returns text in several scripts with white space, combining marks and sentencepiece's space symbol."""
     return "x" + "".join(rng.choice(rng.choice(ALPHABETS)) for _ in range(length))
 
 
@@ -39,7 +39,7 @@ def random_texts(seed: int, count: int, *, longest: int = 300) -> list[str]:
 
 
 def write_jsonl(path: pathlib.Path, texts: list[str]) -> pathlib.Path:
-    """A SlimPajama-style file, compressed where its name ends in .zst."""
+    """Writes a file in the style of SlimPajama, compressed if its name ends in .zst."""
     lines = [json.dumps({"text": text, "meta": {"redpajama_set_name": "Test"}}) + "\n" for text in texts]
     content = "".join(lines).encode()
     path.write_bytes(zstandard.ZstdCompressor().compress(content) if path.suffix == ".zst" else content)
@@ -47,7 +47,7 @@ def write_jsonl(path: pathlib.Path, texts: list[str]) -> pathlib.Path:
 
 
 def make_config(**overrides):
-    """A config of bytes and short rows; nested fields are given as `tokenizer__kind`."""
+    """Returns a config with a bytes tokenizer and short rows; nested fields are written as `tokenizer__kind`."""
     config = schema.build(SCHEMA)
     values = {"tokenizer.kind": "bytes", "seq_len": 32, "workers": 1}
     for path, value in overrides.items():
@@ -61,13 +61,13 @@ def austen_texts() -> list[str]:
     return [item.text for item in formats.read(part, text_field="text", document="record")]
 
 
-def digests(directory: pathlib.Path) -> dict[str, str]:
-    """{file name: sha256} of a directory."""
+def file_hashes(directory: pathlib.Path) -> dict[str, str]:
+    """Returns {file name: SHA-256 hash} of a directory."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
 
 
 def documents(output: pathlib.Path, split: str = "train") -> list[str]:
-    """The documents of a prepared split, decoded; units are rejoined one by one, since each is padded at its end."""
+    """Decodes the documents of a prepared split, unit by unit, because each unit ends in padding."""
     rows = PackedRows(str(output), split)
     found = []
     for shard in rows.manifest["splits"][split]["shards"]:
@@ -86,7 +86,7 @@ def corpus(tmp_path: pathlib.Path, *, files: int = 3, each: int = 40) -> list[st
 
 
 def command(output: pathlib.Path, settings: dict, *more: str) -> list[str]:
-    """The command line of a preparation."""
+    """Returns the command line of a preparation."""
     flags = [f"--config.{path.replace('__', '.')}={value}" for path, value in settings.items()]
     config = f"--config={ROOT}/configs/prepare.py:slimpajama"
     always = [f"--config.output={output}", "--config.seq_len=32"]
@@ -101,7 +101,7 @@ class Item:
 
 
 def die_on_second(item: Item, report) -> str:
-    """A task whose process vanishes, as under the kernel's out-of-memory killer."""
+    """A task whose process dies suddenly, as when the operating system runs out of memory."""
     if item.name == "second":
         os._exit(1)
     return item.name

@@ -43,7 +43,7 @@ def _value(x):
 def interpreted(monkeypatch):
     """Kernels in the interpreter, which raises where two accesses to memory race."""
     monkeypatch.setattr(tiles, "with_sums", _with_sums)
-    monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
+    monkeypatch.setattr(tiles, "unsupported_reason", lambda sizes: "")
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield
 

@@ -1,4 +1,4 @@
-"""Small models with a memory whose weights are random: fresh ones have zero projections into the stream.
+"""Small models with a memory and random weights (in fresh ones, projections into the stream are zero).
 
 B batch, T time.
 """
@@ -16,7 +16,7 @@ ONE_DOCUMENT = np.zeros((B, T), np.int32)
 
 
 def small_config(module, size: str = "smoke", **values):
-    """The checked smoke config of a module of configs, smaller, with some of its model's values changed."""
+    """The validated smoke config of a config module, made smaller, with some values of its model changed."""
     config = module.get_config(size)
     config.data.seq_len, config.data.batch_size = T, B
     model = config.model
@@ -30,7 +30,7 @@ def small_config(module, size: str = "smoke", **values):
 
 
 def noisy(params, *, seed: int = 1, scale: float = 0.1):
-    """Parameters with noise on all of them."""
+    """The parameters with noise added to all of them."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return jax.tree.unflatten(
@@ -46,6 +46,6 @@ def build(module, size: str = "smoke", **values):
 
 
 def batch_of(config, segment_ids_BT=ONE_DOCUMENT, *, seed: int = 0) -> dict:
-    """Random tokens that all count."""
+    """A batch of random tokens, all with weight 1."""
     batch = ragged_batch(config, seed=seed)
     return batch | {"segment_ids": segment_ids_BT, "weights": np.ones((B, T), np.float32)}

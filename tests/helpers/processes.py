@@ -1,4 +1,4 @@
-"""Starts `mesanet_jax` commands as several processes of this machine, each with CPU devices of its own."""
+"""Starts `mesanet_jax` commands as several local processes, each with its own CPU devices."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ def free_port() -> int:
 
 
 class Group:
-    """Processes of one command; `argvs` are their arguments, one list a process."""
+    """The processes of one command; `argvs` are their arguments, one list per process."""
 
     def __init__(self, module: str, argvs: list[list[str]], *, devices: int):
         coordinator = f"--coordinator=127.0.0.1:{free_port()}"
@@ -38,13 +38,13 @@ class Group:
         return all(process.poll() is None for process in self.processes)
 
     def signal(self, index: int, number: int) -> float:
-        """When the signal was sent, by `time.monotonic`."""
+        """Sends a signal to a process and returns the time (`time.monotonic`)."""
         assert self.running(), "a process ended before the signal"
         self.processes[index].send_signal(number)
         return time.monotonic()
 
     def ended(self, *, timeout: float = 240) -> list[SimpleNamespace]:
-        """Status, output and end time of each, once all have ended; those that have not by then are killed."""
+        """Waits for all processes, kills those that do not end, and returns the status, output and end time of each."""
         deadline = time.monotonic() + timeout
         ends: dict[int, float] = {}
         with contextlib.ExitStack() as stack:

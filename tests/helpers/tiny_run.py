@@ -1,4 +1,4 @@
-"""A run small enough for any test: a few documents as bytes, and a smoke model's checkpoint."""
+"""A run that is small enough for any test: a few documents as bytes, and checkpoints of a smoke model."""
 
 import pathlib
 
@@ -11,13 +11,14 @@ from mesanet_jax import models, prepare
 from mesanet_jax.data.rows import PackedRows
 from mesanet_jax.runtime import workdir
 from mesanet_jax.training import checkpoint
+from mesanet_jax.training.data import run_metadata
 
 CONFIGS = {"mesa": mesanet, "attention": transformer}
 TEXTS = [f"Document {i}: " + "the café has naïve waiters. " * (i % 5 + 1) for i in range(40)]
 
 
 def prepare_data(path: pathlib.Path, *, seq_len: int, eos: bool = False, output: str | None = None) -> str:
-    """TEXTS as bytes, for training and validation alike, in `path` unless `output` names another place."""
+    """Prepares TEXTS as bytes, both for training and validation, in `path` or in `output`; returns the directory."""
     files = path.with_name(f"{path.name}_texts")
     files.mkdir()
     for split in ("train", "validation"):  # a file may not be in two splits
@@ -31,7 +32,7 @@ def prepare_data(path: pathlib.Path, *, seq_len: int, eos: bool = False, output:
 
 
 def save_run(path: pathlib.Path, data: str, *, mixer: str, steps=(4, 8)):
-    """A workdir as the trainer leaves it: config and checkpoints, here of untrained weights. Returns (config, params)."""
+    """Makes a workdir with a config and checkpoints of untrained weights. Returns (config, params)."""
     config = CONFIGS[mixer].get_config("smoke")
     rows = PackedRows(data, "train")
     config.data.path, config.data.seq_len, config.model.vocab_size = data, rows.seq_len, rows.vocab_size
@@ -39,9 +40,8 @@ def save_run(path: pathlib.Path, data: str, *, mixer: str, steps=(4, 8)):
     workdir.save(path, config)
     params = jax.jit(models.build(config.model).init)(jax.random.key(0))
     saved = checkpoint.Checkpoints(path)
-    about = {"config": config.to_dict(), "data": rows.fingerprint, "tokenizer": rows.tokenizer.hash}
     for step in steps:
-        saved.save(step, {"params": params, "step": jnp.int32(step)}, about)
+        saved.save(step, {"params": params, "step": jnp.int32(step)}, run_metadata(config, rows))
     saved.wait()
     saved.close()
     return config, params

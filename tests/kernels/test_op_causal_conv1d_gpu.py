@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mesanet_kernels import causal_conv1d, partition
+from mesanet_kernels import causal_conv1d, mesh_axes
 from mesanet_kernels.ops.causal_conv1d import pallas_gpu
 from mesanet_kernels.shapes import example
 from mesanet_kernels.tiles import gpu as tiles
@@ -44,7 +44,7 @@ def against_reference(sizes, *, boundaries, dtype, limit, activation="silu"):
 def test_kernels_are_the_convolution(monkeypatch, sizes, boundaries, activation):
     """Where the last block of channels is moved back, two programs write the same: not a race that matters."""
     monkeypatch.setattr(pallas_gpu, "SPAN", 16)
-    monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
+    monkeypatch.setattr(tiles, "unsupported_reason", lambda sizes: "")
     with plgpu.force_gpu_interpret_mode():
         against_reference(sizes, boundaries=boundaries, dtype=jnp.float32, limit=1e-6, activation=activation)
 
@@ -81,7 +81,7 @@ gradients = jax.grad(loss, argnums=range(4))
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("channels", [255, 384])
 def test_lowers_for_cuda(monkeypatch, dtype, channels):
-    monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
+    monkeypatch.setattr(tiles, "unsupported_reason", lambda sizes: "")
     inputs = arguments(dtype=dtype, B=2, T=300, D=channels, W=4)
     assert lowers(loss, *inputs)
     assert lowers(gradients, *inputs)
@@ -89,10 +89,10 @@ def test_lowers_for_cuda(monkeypatch, dtype, channels):
 
 def test_each_device_is_given_its_own_rows_and_channels(monkeypatch):
     """Forward and backward, by the shapes that the kernels see."""
-    monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
-    monkeypatch.setattr(partition, "_axes", {"B": ("data",), "H": ("tensor",), "T": ()})
+    monkeypatch.setattr(tiles, "unsupported_reason", lambda sizes: "")
+    axes = mesh_axes(batch=("data",), heads=("tensor",))
     inputs = arguments(dtype=jnp.bfloat16, B=4, T=130, D=256, W=4)
-    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)), axes:
         program = jax.make_jaxpr(gradients)(*inputs)
         with pytest.raises(NotImplementedError, match="'pallas_gpu' needs at least 128 channels on a device"):
             loss(*arguments(dtype=jnp.bfloat16, B=4, T=130, D=254, W=4))
@@ -102,15 +102,15 @@ def test_each_device_is_given_its_own_rows_and_channels(monkeypatch):
 
 
 def test_says_what_it_lacks():
-    def lacks(**sizes):
+    def unsupported_reason(**sizes):
         inputs = {name: jnp.asarray(x) for name, x in example("causal_conv1d", sizes).items()}
         with pytest.raises(NotImplementedError) as caught:
             causal_conv1d(**inputs, implementation="pallas_gpu")
         return str(caught.value)
 
-    assert "'pallas_gpu' needs at least 128 channels on a device" in lacks(B=1, T=8, D=96, W=4)
-    assert "'pallas_gpu' needs 2 to 8 taps" in lacks(B=1, T=8, D=128, W=9)
-    assert "'pallas_gpu' needs an NVIDIA Hopper GPU" in lacks(B=1, T=8, D=128, W=4)
+    assert "'pallas_gpu' needs at least 128 channels on a device" in unsupported_reason(B=1, T=8, D=96, W=4)
+    assert "'pallas_gpu' needs 2 to 8 taps" in unsupported_reason(B=1, T=8, D=128, W=9)
+    assert "'pallas_gpu' needs an NVIDIA Hopper GPU" in unsupported_reason(B=1, T=8, D=128, W=4)
 
 
 @pytest.mark.gpu

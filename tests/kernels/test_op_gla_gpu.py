@@ -76,7 +76,7 @@ def test_exact_states(monkeypatch, backwards):
 
 @pytest.mark.parametrize("key_size, value_size", [(64, 128), (128, 64)])
 def test_lowers_for_cuda(monkeypatch, key_size, value_size):
-    monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
+    monkeypatch.setattr(tiles, "unsupported_reason", lambda sizes: "")
     inputs = cast_floating(example(OP, dict(B=1, T=150, H=2, K=key_size, V=value_size)), jnp.bfloat16)
     arrays = inputs.values()
 
@@ -95,7 +95,7 @@ def test_says_what_it_lacks():
         vector = example(OP + "_vector", dict(B=1, T=64, H=1, K=64, V=64))
         gated_linear_attention(vector, implementation="pallas_gpu")
     halves = [jnp.zeros((1, 64, 1, 32), jnp.bfloat16)] * 3
-    assert pallas_gpu.lacks(*halves, jnp.zeros((1, 64, 1))) == "needs an NVIDIA Hopper GPU"
+    assert pallas_gpu.unsupported_reason(*halves, jnp.zeros((1, 64, 1))) == "needs an NVIDIA Hopper GPU"
 
 
 @pytest.mark.gpu

@@ -29,7 +29,7 @@ def against_reference(sizes, *, dtype, limit, boundaries=()):
 @pytest.mark.parametrize("length", [5, 21])
 def test_kernels_are_the_scan(monkeypatch, length):
     """Fewer tokens than a turn, or turns and a rest; a last block of channels that is moved back."""
-    monkeypatch.setattr(pallas_gpu, "lacks", lambda *_: "")
+    monkeypatch.setattr(pallas_gpu, "unsupported_reason", lambda *_: "")
     monkeypatch.setattr(pallas_gpu, "TURN", 8)
     monkeypatch.setattr(pallas_gpu, "STAGES", 2)
     with plgpu.force_gpu_interpret_mode():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesanet_kernels import MESA_SOLUTION, partition
+from mesanet_kernels import MESA_SOLUTION, mesh_axes
 from mesanet_kernels.ops.mesa import pallas_gpu, solve_gpu
 from mesanet_kernels.shapes import example
 from mesanet_kernels.tiles import gpu as tiles
@@ -109,7 +109,7 @@ def test_sizes_keep_large_states_within_float16():
 
 @pytest.mark.parametrize("size", tiles.SIZES)
 def test_lowers_for_cuda(monkeypatch, size):
-    monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
+    monkeypatch.setattr(tiles, "unsupported_reason", lambda sizes: "")
     inputs = cast_floating(example("mesa", dict(B=1, T=150, H=2, K=size, V=size)), jnp.bfloat16)
     arrays = inputs.values()
 
@@ -123,8 +123,8 @@ def test_lowers_for_cuda(monkeypatch, size):
 @pytest.mark.parametrize("op", [mesa, gated_linear_attention])
 def test_each_device_is_given_its_own_rows_and_heads(monkeypatch, op):
     """Forward and backward, by the shapes that the kernels see."""
-    monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
-    monkeypatch.setattr(partition, "_axes", {"B": ("data",), "H": ("tensor",), "T": ()})
+    monkeypatch.setattr(tiles, "unsupported_reason", lambda sizes: "")
+    axes = mesh_axes(batch=("data",), heads=("tensor",))
     inputs = cast_floating(example(op.__name__, dict(B=4, T=64, H=2, K=64, V=128)), jnp.bfloat16)
     arrays = inputs.values()
 
@@ -132,7 +132,7 @@ def test_each_device_is_given_its_own_rows_and_heads(monkeypatch, op):
         o, _ = op(dict(zip(inputs, arrays)), implementation="pallas_gpu")
         return jnp.sum(o)
 
-    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)), axes:
         program = jax.make_jaxpr(jax.grad(loss, argnums=range(len(arrays))))(*arrays)
     assert [x.shape for x in program.out_avals] == [x.shape for x in arrays]
     assert str(program).count("shard_map") == 2
@@ -142,8 +142,8 @@ def test_each_device_is_given_its_own_rows_and_heads(monkeypatch, op):
 @pytest.mark.parametrize("ways", [1, 2])
 def test_a_kept_solution_is_not_computed_again(monkeypatch, ways):
     """By a forward pass that is done again for its gradients, on one device or on a mesh. A solve is a loop."""
-    monkeypatch.setattr(tiles, "lacks", lambda sizes: "")
-    monkeypatch.setattr(partition, "_axes", {"B": ("data",), "H": (), "T": ()})
+    monkeypatch.setattr(tiles, "unsupported_reason", lambda sizes: "")
+    axes = mesh_axes(batch=("data",), heads=())
     inputs = cast_floating(example("mesa", dict(B=2, T=64, H=1, K=64, V=64)), jnp.bfloat16)
     arrays = inputs.values()
 
@@ -151,7 +151,7 @@ def test_a_kept_solution_is_not_computed_again(monkeypatch, ways):
         run = lambda *arrays: jnp.sum(jnp.sin(mesa(dict(zip(inputs, arrays)), implementation="pallas_gpu")[0]))
         return while_loops(jax.make_jaxpr(jax.value_and_grad(jax.checkpoint(run, policy=policy)))(*arrays).jaxpr)
 
-    with jax.set_mesh(jax.make_mesh((ways,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+    with jax.set_mesh(jax.make_mesh((ways,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))), axes:
         assert solves(jax.checkpoint_policies.nothing_saveable) == 3
         assert solves(jax.checkpoint_policies.save_only_these_names(MESA_SOLUTION)) == 2
 

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from mesanet_kernels import MESA_SOLUTION, partition
+from mesanet_kernels import MESA_SOLUTION, mesh_axes
 from mesanet_kernels.linear_recurrence.chunks import ChunkWeights
 from mesanet_kernels.ops.mesa import pallas_tpu, solve_tpu
 from mesanet_kernels.shapes import WIDE, example
@@ -137,9 +137,9 @@ def test_a_kept_solution_is_not_computed_again():
 
 def test_each_device_is_given_its_own_rows_and_heads(monkeypatch):
     """Forward and backward, by the shapes that the kernels see."""
-    monkeypatch.setattr(partition, "_axes", {"B": ("data",), "H": ("tensor",), "T": ()})
+    axes = mesh_axes(batch=("data",), heads=("tensor",))
     arrays = abstract(dict(B=4, T=128, H=2, K=64, V=128))
-    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)), axes:
         program = jax.make_jaxpr(jax.grad(loss, argnums=range(len(INPUTS))))(*arrays)
     assert [x.shape for x in program.out_avals] == [x.shape for x in arrays]
     assert str(program).count("shard_map") == 2

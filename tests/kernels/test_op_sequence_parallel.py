@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesanet_kernels import partition, sequence_parallel, shapes
+from mesanet_kernels import mesh_axes, partition, sequence_parallel, shapes
 from tests.helpers import op_cases as cases
 
 SIZES = dict(B=2, T=256, H=4, J=2, K=8, V=16, D=12, W=4, N=8)
@@ -28,12 +28,14 @@ BOUNDARIES = (5, 192, 200, 230)
 
 
 @pytest.fixture
-def mesh(monkeypatch):
+def mesh():
+    """Makes a mesh of named sizes; the whole test runs with its axes."""
+
     def make(**sizes):
-        monkeypatch.setattr(partition, "_axes", {"B": ("data",), "H": ("tensor",), "T": ("sequence",)})
         return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
-    return make
+    with mesh_axes(batch=("data",), heads=("tensor",), time=("sequence",)):
+        yield make
 
 
 def program(op, options, sizes, *, boundaries=BOUNDARIES):

@@ -1,5 +1,6 @@
 """How a kernel is called on a mesh: every device on its own rows and heads."""
 
+import contextlib
 import re
 
 import jax
@@ -7,12 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesanet_kernels import partition
+from mesanet_kernels import mesh_axes, partition
+
+AXES = {"batch": ("data", "fsdp"), "heads": ("tensor",)}
+
+
+@contextlib.contextmanager
+def split(mesh):
+    with jax.set_mesh(mesh), mesh_axes(**AXES):
+        yield
 
 
 @pytest.fixture
-def mesh(monkeypatch):
-    monkeypatch.setattr(partition, "_axes", {"B": ("data", "fsdp"), "H": ("tensor",), "T": ()})
+def mesh():
     return jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 
 
@@ -25,7 +33,7 @@ def call(mesh, shapes, *, seen):
         return (jnp.cumsum(x_BTH, axis=1) * lam_H,)
 
     run = jax.jit(lambda *arrays: partition.partitioned(kernel, arrays, axes=("BTH", "H"), results=("BTH",))[0])
-    with jax.set_mesh(mesh):
+    with split(mesh):
         placed = [
             jax.device_put(arrays[0], jax.NamedSharding(mesh, jax.P(("data", "fsdp"), None, "tensor"))),
             jax.device_put(arrays[1], jax.NamedSharding(mesh, jax.P("tensor"))),
@@ -48,7 +56,7 @@ def test_the_gradient_goes_through(mesh):
         return jnp.sum(partition.partitioned(lambda x: (jnp.sin(x),), [x_BTH], axes=["BTH"], results=["BTH"])[0])
 
     x_BTH = jnp.asarray(np.random.default_rng(1).standard_normal((4, 3, 2)), jnp.float32)
-    with jax.set_mesh(mesh):
+    with split(mesh):
         np.testing.assert_allclose(jax.jit(jax.grad(loss))(x_BTH), jnp.cos(x_BTH), rtol=1e-5)
 
 
@@ -56,13 +64,37 @@ def test_the_gradient_goes_through(mesh):
 def test_what_a_device_holds(mesh, letter, size, held):
     """All of it where the devices do not divide it."""
     assert partition.on_a_device(letter, size) == size
-    with jax.set_mesh(mesh):
+    with split(mesh):
         assert partition.on_a_device(letter, size) == held
 
 
-def test_without_a_mesh_or_its_axes_the_kernel_gets_everything(mesh, monkeypatch):
-    run = lambda: partition.partitioned(lambda x: (x.shape[0],), [jnp.ones((4, 2))], axes=["BH"], results=["B"])[0]
-    assert run() == 4
-    monkeypatch.setattr(partition, "_axes", {"B": (), "H": (), "T": ()})
+def test_without_a_mesh_or_its_axes_the_kernel_gets_everything(mesh):
+    def rows_of_a_call():
+        return partition.partitioned(lambda x: (x.shape[0],), [jnp.ones((4, 2))], axes=["BH"], results=["B"])[0]
+
+    assert rows_of_a_call() == 4
+    with mesh_axes(**AXES):
+        assert rows_of_a_call() == 4
     with jax.set_mesh(mesh):
-        assert run() == 4
+        assert rows_of_a_call() == 4
+
+
+def test_a_function_traced_under_other_axes_is_traced_again(mesh):
+    """The axes belong to the trace: a module-level variable would leave the old ones in the cache of jit."""
+    seen = []
+
+    def kernel(x_BH):
+        seen.append(x_BH.shape)
+        return (x_BH + 1,)
+
+    run = jax.jit(lambda x: partition.partitioned(kernel, [x], axes=["BH"], results=["BH"])[0])
+    x_BH = jnp.zeros((8, 4))
+    with jax.set_mesh(mesh):
+        for axes, held in (({}, (8, 4)), (AXES, (2, 2)), ({"heads": ("tensor",)}, (8, 2))):
+            with mesh_axes(**axes):
+                np.testing.assert_array_equal(run(x_BH), 1)
+            assert seen[-1] == held
+        count = len(seen)
+        with mesh_axes(**AXES):
+            run(x_BH)
+        assert len(seen) == count  # the first trace under these axes is still there

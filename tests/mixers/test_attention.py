@@ -1,4 +1,4 @@
-"""Scaled cosine attention by its definition.
+"""Scaled cosine attention against its definition.
 
 B batch, T time, D model width, H query heads, K head size.
 """
@@ -36,7 +36,7 @@ def rotated(x_THK):
 
 
 def test_scaled_cosine_attention_is_its_definition():
-    """softmax(tau_h cos(q, k)) v in float64, tau_h = exp(min(s_h, ln 100)), each pair of query heads sharing a key head."""
+    """softmax(tau_h cos(q, k)) v in float64, tau_h = exp(min(s_h, ln 100)); two query heads share each key head."""
     scores_H = np.array([0.0, 1.0, np.log(100), 9.0])
     made, x_TD = layer(scores_H), np.random.default_rng(0).standard_normal((T, D))
     heads = lambda linear: (x_TD @ np.asarray(linear.kernel[...], np.float64)).reshape(T, -1, K)
@@ -61,7 +61,7 @@ def test_lengths_of_queries_and_keys_do_not_matter():
 
 
 @pytest.mark.parametrize(("score", "moves"), [(1.0, True), (5.0, False)])
-def test_gradient_of_the_temperature_ends_at_its_bound(score, moves):
+def test_the_temperature_has_a_gradient_below_its_bound_only(score, moves):
     graphdef, state = nnx.split(layer([score] * H))
     x_BTD = jnp.asarray(np.random.default_rng(0).standard_normal((1, T, D)), jnp.float32)
     total = lambda state: jnp.sum(nnx.merge(graphdef, state)(x_BTD, jnp.zeros((1, T), jnp.int32)) ** 2)

@@ -1,4 +1,4 @@
-"""Long decoding: after 32,768 single steps a memory is still that of the parallel form, rounding included.
+"""Long decoding: after 32,768 single steps, the outputs still equal those of the parallel form up to rounding.
 
 B batch, T time, D model width.
 """
@@ -12,8 +12,8 @@ from mesanet_jax import config as config_lib
 from mesanet_jax.mixers import MIXERS
 
 LENGTH, D = 32_768, 16
-LAST = 256  # tokens compared
-# Memories of thousands of tokens where a decay can be set, few iterations, a small window.
+LAST = 256  # number of tokens that are compared
+# Decays are set so that memories last for thousands of tokens; few iterations and a small window save time.
 OPTIONS = {
     "gla": {"decay_bias_init": 5.0, "decay_bias_init_last": 9.0},
     "mamba2": {"decay_bias_init": 5.0, "decay_bias_init_last": 9.0},
@@ -25,7 +25,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(MIXERS.keys() - {"attention"}))  # whose state grows
+@pytest.mark.parametrize("name", sorted(MIXERS.keys() - {"attention"}))  # its state grows
 def test_decoding_32768_tokens_does_not_drift(name):
     model = config_lib.default_config((name,)).model
     model.dim, model.layers, model.heads, model.head_dim, model.norm_eps = D, 2, 2, 8, 1e-3
@@ -36,7 +36,7 @@ def test_decoding_32768_tokens_does_not_drift(name):
     @jax.jit
     def decode(x_BTD):
         def advance(state, x_BD):
-            y_BD, state = mixer.step(x_BD, state)
+            y_BD, state = mixer.decode_step(x_BD, state)
             return state, y_BD
 
         empty = mixer.init_state(1, max_length=LENGTH, dtype=jnp.float32)

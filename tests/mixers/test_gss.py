@@ -1,4 +1,4 @@
-"""What is GSS's own: the layer by its equations, its parameters, its initial modes."""
+"""What only GSS has: its equations, its parameters, its initial modes."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def mixer(**options):
 
 
 def test_the_layer_is_its_equations():
-    """GSS's pseudocode in float64, the convolution as a sum over all earlier tokens."""
+    """The pseudocode of the GSS paper in float64, with the convolution as a sum over all earlier tokens."""
     layer, length = mixer(), 20
     x_TE = np.random.default_rng(0).standard_normal((length, E))
     weight = lambda linear: np.asarray(linear.kernel[...], np.float64)
@@ -47,7 +47,7 @@ def test_the_layer_is_its_equations():
 
 
 def test_parameters():
-    """EF + EH + HF + FE + 2N + 2HN + H (pha.md 3.3), and the norm's 2H; what the state space is made of is float32."""
+    """The four projections, Lambda, C, D and the norm; all parameters are float32."""
     leaves = jax.tree.leaves(nnx.state(mixer()))
     assert sum(leaf.size for leaf in leaves) == 2 * E * F + E * H + H * F + 2 * N + 2 * H * N + H + 2 * H
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
@@ -62,7 +62,7 @@ def test_no_weight_decay_on_modes_skip_and_norm():
 
 @pytest.mark.parametrize("kind, lifetimes", [("dss", (0.1, 10)), ("s4d", (20, 2000))])
 def test_initial_memory(kind, lifetimes):
-    """Tokens after which a mode is 1/e of itself, for the middle 90 % of modes."""
+    """The number of tokens after which a mode has decayed to 1/e, for the middle 90 % of the modes."""
     layer = mixer(init=kind, modes=2048)
     tokens_N = np.exp(-np.asarray(layer.lambda_raw[0]))
     low, high = np.quantile(tokens_N, (0.05, 0.95))
@@ -78,7 +78,7 @@ def test_widths_of_zero_are_refused():
 
 
 def test_memory_of_32k_tokens():
-    """Forward and backward grow with the length alone, and hold far less than the complex states [T,H,N] of all tokens."""
+    """Both passes take memory linear in the length, far less than the complex states [T, H, N] of all tokens."""
     graphdef, state = nnx.split(mixer(ssm_width=0.5))
 
     def temporary(length):

@@ -1,4 +1,4 @@
-"""What is Hawk's own: its initial decays, its first token, the bounded gradient of the root."""
+"""What only Hawk has: its initial decays, the scale of a document's first token, the bounded gradient of the root."""
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,14 @@ def mixer(**options):
 
 @pytest.mark.parametrize(("kind", "power"), [("griffin", 8), ("recurrentgemma", 2)])
 def test_initial_decays(kind, power):
-    """A power of the decay is uniform: the whole of an open gate in the paper, the square in its published code."""
+    """A power of the decay is uniform: a^8, the decay of an open gate, in the paper; a^2 in its published code."""
     low, high = {"griffin": (0.9, 0.999), "recurrentgemma": (0.9**2, 0.999**2)}[kind]
     a_R = jax.nn.sigmoid(mixer(decay_init=kind).lambda_raw[...])
     assert stats.kstest(np.asarray(a_R) ** power, "uniform", (low, high - low)).pvalue > 0.01
 
 
 def test_a_document_begins_unscaled():
-    """With gates at zero bias and zero input weights, i = r = 1/2: h_1 = x_1 / 2, then the scale sqrt(1 - a^2)."""
+    """With gates whose weights and biases are zero, i = r = 1/2: h_1 = x_1 / 2, and later inputs have sqrt(1 - a^2)."""
     layer = mixer()
     for gate in (layer.recurrence_gate, layer.input_gate):
         gate.kernel.set_value(jnp.zeros_like(gate.kernel[...]))

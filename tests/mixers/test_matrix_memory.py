@@ -1,4 +1,4 @@
-"""The families of MesaNet's controlled comparison: each computes its row of Table 1, and all else is the same.
+"""The families of MesaNet's comparison: each computes its row of Table 1, and everything else is the same.
 
 B batch, T time, D model width, H heads, K head size.
 """
@@ -55,7 +55,7 @@ def sigmoid(x):
 
 
 def as_published(mixer, update, x_TD):
-    """Appendix E.1 in numpy, float64, one row: the layer written down once more, without a line of the mixer's."""
+    """MesaNet's appendix E.1 in NumPy and float64, for one row, without any code of the mixer."""
     weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(mixer)))
     heads, size = mixer.heads, mixer.key_size
     linear = lambda name: x_TD @ weights[name]["kernel"] + weights[name].get("bias", 0.0)
@@ -84,7 +84,7 @@ def as_published(mixer, update, x_TD):
 
 @families
 def test_layer_is_the_published_one(family):
-    """A gate that a row of Table 1 lacks is NaN in the reference: neither side may read it."""
+    """A gate that a row of Table 1 does not have is NaN in the NumPy layer, so that using it would be noticed."""
     mixer = mixer_of(family)
     x_BTD = jax.random.normal(jax.random.key(1), (1, 21, 24))
     y_BTD = jax.jit(lambda mixer, x: mixer(x, jnp.zeros(x.shape[:2], jnp.int32)))(mixer, x_BTD)

@@ -1,4 +1,4 @@
-"""The layers' own published forms (`configs/*.py:SIZE-published`): each computes what its paper's code does.
+"""The layers of the families' own papers (`configs/*.py:SIZE-published`): each computes what the paper's code does.
 
 B batch, T time, D model width, H heads, K key size, V value size, C channels of a projection, W conv taps.
 """
@@ -30,7 +30,7 @@ def mixer_of(family, *, dim=24, heads=2, head_dim=8, **options):
     return MIXERS[family](model, rngs=nnx.Rngs(params=0))
 
 
-# ---- the layers in numpy, float64, one row, as their code has them: without a line of the mixers'
+# ---- the layers in NumPy and float64, for one row, as the published code has them, without any code of the mixers
 
 
 def sigmoid(x):
@@ -59,7 +59,7 @@ def convolved(x_TC, taps_WC):
 
 
 def recur(update, q_THK, v_THV, *per_token):
-    """o_t = G_t q_t of each head, with G_t [V,K] = update(G_{t-1}, ...) from the t-th of each of `per_token`."""
+    """o_t = G_t q_t for each head; G_t [V, K] = update(G_{t-1}, ...) gets the t-th element of each `per_token`."""
     o_THV = np.zeros_like(v_THV)
     for head in range(v_THV.shape[1]):
         G = np.zeros((v_THV.shape[2], q_THK.shape[2]))
@@ -109,7 +109,7 @@ def mamba2_layer(x_TD, w, heads):
 
 
 def mlstm_layer(x_TD, w, heads):
-    """Not stabilised: float64 bears exp of a gate that is capped at 15."""
+    """Without a stabiliser: float64 can represent exp of a gate that is capped at 15."""
     split = lambda x_TC: x_TC.reshape(len(x_TD), heads, -1)
     q_THK, k_THK, v_THV = (split(linear(x_TD, w[name])) for name in ("query", "key", "value"))
     q_THK = q_THK / np.sqrt(q_THK.shape[-1])
@@ -133,7 +133,7 @@ LAYERS = {
 
 @families
 def test_layer_is_the_published_one(family):
-    """With parameters away from their zeros and ones, or the layer could leave one out."""
+    """The parameters are moved away from zero and one, or a layer that ignores one of them could pass."""
     mixer = mixer_of(family)
     graphdef, params = nnx.split(mixer)
     params = jax.tree.map(lambda leaf: leaf + 0.3 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params)
@@ -144,11 +144,11 @@ def test_layer_is_the_published_one(family):
     assert np.linalg.norm(y_BTD[0] - wanted_TD) < 1e-5 * np.linalg.norm(wanted_TD)
 
 
-# ---- what the presets are made of
+# ---- the parts that the presets use
 
 
 def test_shared_keys_are_keys_repeated():
-    """The layer whose heads share queries and keys is the one whose heads have equal ones."""
+    """A layer whose heads share queries and keys equals one whose heads have equal queries and keys."""
     one, many = mixer_of("mamba2"), mixer_of("mamba2", key_heads=None)
     params, wider = (nnx.to_pure_dict(nnx.state(mixer)) for mixer in (one, many))
     tiled = jax.tree.map(
@@ -167,7 +167,7 @@ def softplus_decay(**options):
 
 
 def test_initial_rates_and_steps():
-    """A uniform in 1 to 16, softplus of the bias log-uniform in 0.001 to 0.1 (mamba_ssm/modules/mamba2.py)."""
+    """A is uniform in 1 to 16; softplus of the bias is log-uniform in 0.001 to 0.1 (mamba_ssm/modules/mamba2.py)."""
     gate = softplus_decay()
     step_H = softplus(np.asarray(gate.bias[...], np.float64))
     assert stats.kstest(np.exp(np.asarray(gate.A_log[...])), "uniform", (1, 15)).pvalue > 0.01
@@ -186,7 +186,7 @@ def test_no_weight_decay_on_rates_steps_and_skip():
     assert all((mixer["decay_gate"]["kernel"], mixer["query"]["kernel"], mixer["conv_q"]))
 
 
-# (mixer, options on both sides, an option that must matter)
+# (mixer, options of both layers, the option in which they differ)
 MATTERS = [
     ("mesa", {}, {"decay_cap": 0.5}),
     ("mesa", {}, {"decay_bias_init": 3.0}),
@@ -218,7 +218,7 @@ MATTERS = [
 
 @pytest.mark.parametrize(("family", "options", "option"), MATTERS, ids=lambda value: str(value).strip("{}"))
 def test_every_option_matters(family, options, option):
-    """Another function of the same stream, and one that is finite."""
+    """It changes the outputs for the same stream, and they stay finite."""
 
     def output(options):
         model = config_lib.default_config((family,)).model
@@ -252,7 +252,7 @@ presets = pytest.mark.parametrize("preset", PRESETS)
 
 @presets
 def test_as_many_parameters_as_mesanet(preset):
-    """Of the demo too; those of the paper's sizes are in tests/test_parameter_table.py."""
+    """At the demo size; tests/scripts/test_parameter_table.py has the paper's sizes."""
     module, suffix = PRESETS[preset]
     count = models.build(module.get_config("demo" + suffix).model).parameter_count()
     assert count == pytest.approx(models.build(mesanet.get_config("demo").model).parameter_count(), rel=0.02)
@@ -261,7 +261,7 @@ def test_as_many_parameters_as_mesanet(preset):
 @pytest.mark.parametrize("size", backbone.PAPER)
 @presets
 def test_presets_share_the_backbone(preset, size):
-    """All but the mixer's own options, and the width of the feed-forward that makes up for its parameters."""
+    """They differ only in the mixer's options, and in the width of the feed-forward network that compensates for it."""
     module, suffix = PRESETS[preset]
     config = module.get_config(size + suffix)
     config_lib.validate(config)
@@ -274,7 +274,7 @@ def test_presets_share_the_backbone(preset, size):
 
 @families
 def test_flops_are_those_the_compiler_counts(family):
-    """Of a chunk and the state after it: XLA counts the loop over chunks once. It counts elementwise work too."""
+    """For a row of one chunk, since XLA counts the body of a loop once. XLA counts elementwise work too."""
     length, dim = 64, 512
     mixer = mixer_of(family, dim=dim, heads=4, head_dim=128)
     x_BTD = jax.ShapeDtypeStruct((1, length, dim), jnp.float32)

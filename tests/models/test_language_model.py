@@ -1,4 +1,4 @@
-"""The language model: its loss by the definition, padding, documents, decoding, memory, initialisation, sizes.
+"""The language model: its loss, vocabulary padding, documents, decoding, memory use, initialisation and sizes.
 
 B batch, T time, V vocabulary.
 """
@@ -12,7 +12,7 @@ import pytest
 
 from mesanet_jax import config as config_lib
 from mesanet_jax import models
-from mesanet_jax.models.remat import POLICIES
+from mesanet_jax.remat import POLICIES
 from tests.helpers.smoke import FAMILIES, assert_bitwise, ragged_batch, relative_distances, smoke_config
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -45,7 +45,7 @@ def loss_and_gradients(family):
 
 
 @families
-def test_loss_is_minus_log_softmax_of_what_decoding_says(family):
+def test_the_loss_is_minus_log_softmax_of_decoded_logits(family):
     config, model, params = built(family)
     batch = ragged_batch(config) | {"segment_ids": np.zeros((2, 48), np.int32)}  # decoding reads one document
     logits_BTV, _ = jax.jit(model.extend)(params, batch["inputs"], model.init_state(params, 2, max_length=48))
@@ -57,10 +57,10 @@ def test_loss_is_minus_log_softmax_of_what_decoding_says(family):
 
 
 @families
-def test_prefill_and_steps(family):
+def test_prefill_equals_decoding_steps(family):
     config, model, params = built(family)
     tokens_BT = ragged_batch(config)["inputs"]
-    extend, step = jax.jit(model.extend), jax.jit(model.step)
+    extend, step = jax.jit(model.extend), jax.jit(model.decode_step)
     wanted_BTV, _ = extend(params, tokens_BT, model.init_state(params, 2, max_length=48))
     _, state = extend(params, tokens_BT[:, :40], model.init_state(params, 2, max_length=48))
     for time in range(40, 48):
@@ -69,7 +69,7 @@ def test_prefill_and_steps(family):
 
 
 @families
-def test_weights_of_zero(family):
+def test_weights_of_zero_remove_loss_and_gradient(family):
     config, _, params = built(family)
     batch = ragged_batch(config)
     nats_BT, grads = loss_and_gradients(family)(params, batch | {"weights": np.zeros((2, 48), np.float32)})
@@ -79,8 +79,8 @@ def test_weights_of_zero(family):
 
 
 @families
-def test_padding_of_the_vocabulary_is_not_there(family):
-    """Its rows have no gradient, and whatever they hold changes neither loss nor gradients."""
+def test_padding_of_the_vocabulary_has_no_effect(family):
+    """Padding rows have no gradient, and their values change neither loss nor gradients."""
     config, _, params = built(family)
     batch = ragged_batch(config)
     nats_BT, grads = loss_and_gradients(family)(params, batch)
@@ -93,12 +93,12 @@ def test_padding_of_the_vocabulary_is_not_there(family):
 @families
 @pytest.mark.parametrize("resets", [True, False], ids=["resets", "no_resets"])
 def test_documents(family, resets):
-    """Another second document: the others' losses and their gradients are the same to the bit, unless resets are off."""
+    """With another second document, the losses and gradients of the others are bitwise equal, unless resets are off."""
     config, _, params = built(family)
     model = models.build(smoke_config(family, SHAPE | {"model.reset_at_documents": resets}).model)
     segments_BT = np.repeat([0, 1, 2], [16, 16, 16])[None].repeat(2, axis=0).astype(np.int32)
     batch = ragged_batch(config) | {"segment_ids": segments_BT}
-    batch["weights"] = (segments_BT != 1).astype(np.float32)  # gradients of the others' losses alone
+    batch["weights"] = (segments_BT != 1).astype(np.float32)  # so that only the losses of the others have gradients
     other = batch | {"inputs": np.where(segments_BT == 1, ragged_batch(config, seed=1)["inputs"], batch["inputs"])}
     call = jax.jit(lambda batch: model.loss(params, batch))
     before_BT, after_BT = call(batch), call(other)
@@ -112,7 +112,7 @@ def test_documents(family, resets):
 
 @families
 def test_remat_saves_memory_and_changes_nothing(family):
-    """In order of the config's choices: same loss and gradients, temporary memory never grows, and falls in all."""
+    """In the order of the config's choices, temporary memory never grows; loss and gradients stay the same."""
     shape = {"data.seq_len": 64, "data.batch_size": 2, "model.layers": 24, "model.norm_eps": 1e-3}
     policies = config_lib.schema("language_model", ("mesa",))["model"]["remat"].choices
     assert policies == ("none", *POLICIES)
@@ -134,7 +134,7 @@ def test_remat_saves_memory_and_changes_nothing(family):
 
 @families
 def test_layers_without_a_loop_change_nothing(family):
-    """What a policy keeps and recomputes is the same too."""
+    """Also with a policy that recomputes."""
     shape = SHAPE | {"model.layers": 4, "model.remat": "mixer", "model.norm_eps": 1e-3}
     config = smoke_config(family, shape)
     params, batch = jax.jit(models.build(config.model).init)(jax.random.key(0)), ragged_batch(config)
@@ -147,7 +147,7 @@ def test_layers_without_a_loop_change_nothing(family):
     np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-6)
     distances = relative_distances(results[1][1], results[0][1])
     assert max(distances.values()) < 2e-5, distances
-    assert len(programs[1]) > 1.5 * len(programs[0])  # the layers are there one by one
+    assert len(programs[1]) > 1.5 * len(programs[0])  # since it contains each layer
 
 
 @families
@@ -163,23 +163,25 @@ def test_bfloat16_activations(family):
 
 @families
 def test_initialisation(family):
-    """Appendix G: a stream of unit variance, weights 1 / fan-in, 2 / (layers x fan-in) into the stream, layers differ."""
+    """MesaNet, appendix G: the stream has variance 1, weights 1 / fan-in, or 2 / (layers x fan-in) into the stream."""
     config = smoke_config(family, {"model.dim": 128, "model.layers": 4, "model.heads": 4, "model.head_dim": 32})
     model = models.build(config.model)
     params = jax.jit(model.init)(jax.random.key(1))
     block = params["groups"]["block_0"]
     assert jnp.var(params["embedding"]) * 128 == pytest.approx(1, rel=0.05)
     for kernel, scale in (
-        (block["mixer"]["query"]["kernel"], 1), (block["mixer"]["value"]["kernel"], 1), (block["mlp"]["up"]["kernel"], 1),
-        (block["mixer"]["out"]["kernel"], 2 / 4), (block["mlp"]["down"]["kernel"], 2 / 4),
+        (block["mixer"]["query"]["kernel"], 1), (block["mixer"]["value"]["kernel"], 1),
+        (block["mlp"]["up"]["kernel"], 1), (block["mixer"]["out"]["kernel"], 2 / 4),
+        (block["mlp"]["down"]["kernel"], 2 / 4),
     ):  # fmt: skip
         assert jnp.var(kernel) * kernel.shape[1] == pytest.approx(scale, rel=0.05)
         assert len({leaf.tobytes() for leaf in np.asarray(kernel)}) == 4
-    stream_BTD = model.bind(params)._embed(jnp.arange(512)[None])
+    stream_BTD = model.bind(params).embed(jnp.arange(512)[None])
     assert jnp.var(stream_BTD) == pytest.approx(1, rel=0.05)
 
 
-# Published: 146.2M, 433.9M, 937.5M (spec, mesanet.md 3); a change of the model shows here to the last parameter.
+# Exact counts, so that any change of the model shows, and what the paper's sizes amount to (MesaNet, arXiv 2506.05233,
+# appendix G: 140M, 440M and 940M).
 COUNTS = {"140m": 146_195_368, "440m": 433_924_032, "1b": 937_489_568}
 PUBLISHED = {"140m": 146.2e6, "440m": 433.9e6, "1b": 937.5e6}
 
@@ -194,7 +196,7 @@ def test_parameter_counts(size):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_padding_is_not_counted(tied):
+def test_padding_is_not_counted_as_parameters(tied):
     counts = [
         models.build(
             smoke_config("mesanet", {"model.vocab_size": vocab, "model.tie_embeddings": tied}).model

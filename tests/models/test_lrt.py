@@ -1,4 +1,4 @@
-"""LRT: its two ways to train, each by what it must become at its ends.
+"""LRT: its two training schedules, and what each must equal in its limits.
 
 B batch, T time.
 """
@@ -16,7 +16,7 @@ from mesanet_jax.errors import UserError
 from tests.helpers.memory_models import DOCUMENTS, B, T, batch_of, build, small_config
 from tests.helpers.smoke import relative_distances
 
-SHORT = 6  # tokens of rows whose every position is a turn
+SHORT = 6  # tokens of rows in which each position is a turn of its own
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def value_and_grad(model):
 
 
 def one_turn_and_one_refinement():
-    """S = 1 computes whole rows again, as K = 1 does, by other code: (parameters, batch, the two models)."""
+    """(parameters, batch, the two models): S = 1 and K = 1 both compute whole rows once more, by different code."""
     config, turned, params, _ = built(turns=1)
     _, refined, _, _ = built(schedule="refined", refinements=1)
     return params, batch_of(config, DOCUMENTS), (turned, refined)
@@ -57,7 +57,7 @@ def test_one_turn_has_the_gradients_of_one_refinement():
     ids=str,
 )
 def test_as_many_passes_as_tokens_are_the_recurrence(values):
-    """Each position in a turn of its own, or refined T - 1 times: training's last pass is what decoding computes."""
+    """With one turn per position, or T - 1 refinements, the last pass of training computes what decoding does."""
     config, model, params, _ = built(**values)
     batch = {name: x[:, 5 : 5 + SHORT] for name, x in batch_of(config, DOCUMENTS).items()}
     assert len(np.unique(batch["segment_ids"])) > 1
@@ -80,7 +80,7 @@ def test_training_is_causal_and_keeps_documents_apart(values):
 
 
 def test_the_objective_is_the_mean_of_the_passes():
-    """Interleaved: the pass without a memory and S turns, each a mean over its own T / S tokens."""
+    """Interleaved: one pass without a memory and S turns, each with a mean over its own T / S tokens."""
     config, _, params, objective = built()
     _, _, _, once_refined = built(schedule="refined", refinements=1)
     batch = batch_of(config)
@@ -93,21 +93,27 @@ def test_the_objective_is_the_mean_of_the_passes():
 def test_deployed_loss_is_that_of_decoding():
     config, model, params, _ = built()
     batch = batch_of(config)
-    logits_BTV, _ = jax.jit(lambda params, x: model.extend(params, x, model.init_state(params, B, max_length=T)))(
-        params, batch["inputs"]
-    )
+
+    @jax.jit
+    def decode(params, tokens_BT):
+        return model.extend(params, tokens_BT, model.init_state(params, B, max_length=T))[0]
+
+    logits_BTV = decode(params, batch["inputs"])
     wanted_BT = -jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), batch["targets"][..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(jax.jit(model.loss)(params, batch), wanted_BT, atol=2e-5)
 
 
-def test_turns_divide_the_row():
+def test_turns_must_divide_the_row():
     config, model, params, _ = built(turns=3)
-    with pytest.raises(UserError, match="model.turns=3: must divide a row's 20 tokens"):
+    with pytest.raises(UserError, match="model.turns=3: must divide the 20 tokens of a row"):
         model.objective(params, batch_of(config))
 
 
 def test_sizes_and_costs():
-    """d20: 65.5M of W_k and W_v, two gates a head on 32 channels, one scalar a layer; two passes, or 1 + K."""
+    """d20 adds 65.5M in W_k and W_v, two gates per head on 32 channels, and one scalar per layer.
+
+    Training takes two passes, or 1 + K with refinements.
+    """
     model = lambda size: models.build(lrt.get_config(size).model)
     sliding = models.build(maglev.get_config("d20-sliding").model)
     assert model("d20").parameter_count() - sliding.parameter_count() == 65_536_000 + 20 * (2 * 32 * 10 + 1)

@@ -1,4 +1,4 @@
-"""A Maglev run from training to text: both losses are logged, printed and written, and P alone writes."""
+"""A Maglev run from training to text: both losses are logged, printed and written, and P alone generates."""
 
 import json
 
@@ -6,20 +6,21 @@ import pytest
 from etils import epath
 
 from mesanet_jax import evaluate, generate, train
+from mesanet_jax.comparing import report, results
 from mesanet_jax.data.rows import PackedRows
-from mesanet_jax.reporting import comparison
 from mesanet_jax.reporting.trackers import read_json_lines
 from mesanet_jax.runtime import workdir
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tiny_data):
-    """A workdir of three steps."""
+    """The workdir of a run of three updates."""
     workdir = tmp_path_factory.mktemp("maglev") / "run"
     argv = [
-        "--config=configs/maglev.py:smoke", f"--workdir={workdir}", f"--config.data.path={tiny_data}", "--config.steps=3",
-        f"--config.model.vocab_size={PackedRows(tiny_data, 'train').vocab_size}", "--config.model.layers=2",
-        "--config.optimizer.warmup_steps=0", "--config.train.eval_batches=1", "--config.log.tensorboard=false",
+        "--config=configs/maglev.py:smoke", f"--workdir={workdir}", f"--config.data.path={tiny_data}",
+        "--config.steps=3", f"--config.model.vocab_size={PackedRows(tiny_data, 'train').vocab_size}",
+        "--config.model.layers=2", "--config.optimizer.warmup_steps=0", "--config.train.eval_batches=1",
+        "--config.log.tensorboard=false",
     ]  # fmt: skip
     assert train.main(argv) == 0
     return workdir
@@ -51,18 +52,18 @@ def test_evaluation_prints_both_and_sweeps_are_exact(run, capsys):
     (file,) = (run / "evaluation").glob("*.json")
     swept = json.loads(file.read_text())
     assert f"{swept['loss']:.4f}" in printed and f"{swept['modes']['lifted']['loss']:.4f}" in printed
-    assert swept["told"]["sweeps"] >= 2
-    result = comparison.read(workdir.load(epath.Path(run), {}), epath.Path(run))
+    assert swept["computation"]["sweeps"] >= 2
+    result = results.read(workdir.load(epath.Path(run), {}), epath.Path(run))
     assert (
         result.evaluation.loss == swept["loss"] and result.modes["lifted"]["loss"] == swept["modes"]["lifted"]["loss"]
     )
-    assert "| maglev-smoke | lifted |" in comparison.Comparison([result], failed={}).markdown()
+    assert "| maglev-smoke | lifted |" in report.ComparisonReport([result], failed={}).markdown()
     evaluate.main([f"--workdir={run}", "--batches=1", "--config.model.deployed_by=steps"])
     stepped = json.loads(file.read_text())
-    assert stepped["loss"] == pytest.approx(swept["loss"], rel=1e-5) and stepped["told"] == {}
+    assert stepped["loss"] == pytest.approx(swept["loss"], rel=1e-5) and stepped["computation"] == {}
 
 
 def test_generation(run, capsys):
     generate.main([f"--workdir={run}", "--prompt=Document 1: the", "--max_tokens=5", "--temperature=0"])
     output = capsys.readouterr()
-    assert output.out.startswith("Document 1: the") and "bytes a sequence" in output.err
+    assert output.out.startswith("Document 1: the") and "bytes per sequence" in output.err

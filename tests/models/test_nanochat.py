@@ -1,4 +1,4 @@
-"""nanochat's backbone: sizes, initialisation, the block by its equation, each option, training is decoding.
+"""nanochat's Transformer: sizes, initialisation, the block by its equation, each option, training equals decoding.
 
 B batch, T time, D model width, H heads, K head size.
 """
@@ -20,7 +20,8 @@ from mesanet_jax.layers import rotary
 from mesanet_jax.models.nanochat_block import Context, NanochatBlock, attend_rows
 from tests.helpers.memory_models import B, T, batch_of, build, noisy, small_config
 
-# Published (spec, maglev.md 1.4): 12 x 1280^2 x 20 + 32768 x 1280 in blocks and head, and 896.5M of nanochat itself.
+# d20 has 12 x 1280^2 x 20 + 32768 x 1280 parameters in blocks and head: Maglev's (arXiv 2608.02870) 435M without
+# embeddings.
 BLOCKS_AND_HEAD = {"d12": 110_100_480, "d20": 435_159_040}
 
 
@@ -37,14 +38,14 @@ def test_parameter_counts(size):
 
 
 def test_nanochat_itself():
-    """d20: 896.5M with ten value embeddings of 32,768 x 1,280, each with a gate of 12 x 10; smear 24 + 1; backout 1."""
+    """d20 has 896.5M: ten value embeddings of 32,768 x 1,280 with gates of 12 x 10, smear 24 + 1, backout 1."""
     extra = 10 * (32_768 * 1280 + 12 * 10) + 25 + 1
     assert count(nanochat, "d20") == 435_159_040 + 32_768 * 1280 + 40 + extra
     assert round(count(nanochat, "d20") / 1e5) == 8965
 
 
 def test_length_of_the_published_run():
-    """100 tokens a parameter of blocks and head: exactly 83,000 steps of 524,288 tokens."""
+    """100 tokens per parameter of blocks and head are exactly 83,000 steps of 524,288 tokens."""
     config = maglev.get_config("d20")
     assert (config.steps, config.data.batch_size * config.data.seq_len) == (83_000, 524_288)
     assert (config.model.dim, config.model.heads, config.model.layers, config.model.window) == (1280, 10, 20, 512)
@@ -57,7 +58,7 @@ def test_unknown_sizes(size):
 
 
 def test_flops_are_those_of_the_matrices_and_of_attention():
-    """Six a parameter of blocks and head, and scores and values over what a token of a row sees."""
+    """Six FLOPs per parameter of blocks and head, and those of attention over what a token sees on average."""
     for variant, windows in (("sliding", [512] * 12), ("interleaved", [512, None] * 6)):
         model = models.build(maglev.get_config(f"d12-{variant}").model)
         scores = sum(3 * 4 * 768 * mean_context(2048, window) for window in windows)
@@ -88,7 +89,7 @@ def test_initialisation():
 def test_the_block_is_its_equation():
     config = small_config(nanochat)
     model = config.model
-    block = NanochatBlock(model, value_embedding=True, injected=False, rngs=nnx.Rngs(params=0))
+    block = NanochatBlock(model, value_embedding=True, memory=False, rngs=nnx.Rngs(params=0))
     graphdef, params = nnx.split(block)
     block = nnx.merge(graphdef, noisy(params))
     x_BTD = jax.random.normal(jax.random.key(2), (B, T, model.dim))
@@ -113,19 +114,22 @@ def test_the_block_is_its_equation():
 
 @functools.cache
 def compiled(**values):
-    """(config, model, parameters, jitted loss) of nanochat itself: every option on, a tail, a full layer."""
+    """(config, model, parameters, jitted loss) of nanochat itself, with every option, a tail and a full layer."""
     config, model, params = build(nanochat, **values)
     return config, model, params, jax.jit(model.loss)
 
 
-def test_training_is_prefill_and_steps():
+def test_training_equals_prefill_and_steps():
     config, model, params, loss = compiled()
     batch = batch_of(config)
 
     @jax.jit
     def decode(params, tokens_BT):
         logits_BTV, state = model.extend(params, tokens_BT[:, :9], model.init_state(params, B, max_length=T))
-        step = lambda state, tokens_B: model.step(params, tokens_B, state)[::-1]
+
+        def step(state, tokens_B):
+            return model.decode_step(params, tokens_B, state)[::-1]
+
         _, rest_TBV = jax.lax.scan(step, state, tokens_BT[:, 9:].T)
         return jnp.concatenate([logits_BTV, jnp.moveaxis(rest_TBV, 0, 1)], axis=1)
 
@@ -135,7 +139,7 @@ def test_training_is_prefill_and_steps():
 
 
 def test_each_option_changes_the_loss():
-    """Its parameters changed: the loss is another, so the option is computed."""
+    """Changing the parameters of an option changes the loss, so the option takes part."""
     config, _, params, loss = compiled()
     batch = batch_of(config)
     before_BT = loss(params, batch)
@@ -151,7 +155,7 @@ def test_each_option_changes_the_loss():
 
 @pytest.mark.parametrize("resets", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_documents_read_each_other_only_without_resets(resets):
-    """Smear too: the first token of a document has no neighbour."""
+    """This includes smear: the first token of a document has no neighbour."""
     segments_BT = np.repeat([[0, 1]], [8, 12], axis=1).repeat(B, axis=0).astype(np.int32)
     config, _, params, loss = compiled() if resets else compiled(reset_at_documents=False)
     batch, other = (batch_of(config, segments_BT, seed=seed) for seed in (0, 1))

@@ -1,4 +1,4 @@
-"""PHA: the block by its equation, what every reading and ablation changes, training without warm-up and clipping.
+"""PHA: the block by its equation, the effect of every reading and ablation, training without warm-up and clipping.
 
 B batch, T time, D model width, N branches.
 """
@@ -27,7 +27,7 @@ from tests.test_flops import LENGTH, OPTIONS, ROWS, WIDE, masked_products, unrol
 
 B, T, D = 2, 37, 32
 
-# Readings of the paper and ablations: what each changes of the model.
+# Readings of the paper and ablations: the fields that each changes.
 READINGS = {
     "as_it_is": {},
     "aux_branch": {"auxiliary": "branch"},
@@ -39,14 +39,14 @@ READINGS = {
     "window": {"attention.window": 7},
     **{name: values for name, values in pha.VARIANTS.items() if name != "attention_only"},
 }
-# Those that compose the branches' calls in other ways; norms and factors are one code for all calls.
+# These compose the branches in different ways. Norms and factors are the same code for training and decoding.
 compositions = pytest.mark.parametrize("reading", ["as_it_is", "aux_branch", "sequential"])
 
 
 def smoke_model(**values):
     """The `model` section of the smoke config with some values changed."""
     config = pha.get_config("smoke")
-    config.model.norm_eps = 1e-3  # conditions a document's first outputs
+    config.model.norm_eps = 1e-3  # keeps the first outputs of a document well conditioned
     config.model.update_from_flattened_dict(values)
     config_lib.MODELS["pha"].check(config.model)
     return config.model
@@ -54,7 +54,7 @@ def smoke_model(**values):
 
 @functools.cache
 def block_of(reading):
-    """A block whose weights, mixtures and norms' scales too, are random."""
+    """A block with random weights, mixtures and norm scales."""
     model = smoke_model(**READINGS[reading])
     block = BLOCKS[model.composition](model, model.pattern, rngs=nnx.Rngs(params=0))
     graphdef, state = nnx.split(block)
@@ -74,7 +74,7 @@ def relative(y, wanted):
 
 whole = jax.jit(lambda block, x_BTD, segments_BT: block(x_BTD, segments_BT))
 extend = jax.jit(lambda block, x_BTD, state: block.extend(x_BTD, state))
-step = jax.jit(lambda block, x_BD, state: block.step(x_BD, state))
+step = jax.jit(lambda block, x_BD, state: block.decode_step(x_BD, state))
 ONE_DOCUMENT = jnp.zeros((B, T), jnp.int32)
 DOCUMENTS = jnp.asarray(np.repeat([[0, 1, 2]], [11, 15, 11], axis=1).repeat(B, axis=0))
 
@@ -83,7 +83,7 @@ DOCUMENTS = jnp.asarray(np.repeat([[0, 1, 2]], [11, 15, 11], axis=1).repeat(B, a
 
 
 def test_the_block_is_its_equation():
-    """x = RMSNorm(alpha x + sum_i w_i RMSNorm_i(branch_i(RMSNorm(x)))), the feed-forward a mixture of two networks."""
+    """x = RMSNorm(alpha x + sum_i w_i RMSNorm_i(branch_i(RMSNorm(x)))); the feed-forward branch mixes two networks."""
     block, x_BTD = block_of("as_it_is"), stream()
     branch = jax.jit(lambda block, name, h_BTD: getattr(block, name)(h_BTD, ONE_DOCUMENT), static_argnums=1)
     h_BTD = block.pre_norm(x_BTD)
@@ -113,7 +113,7 @@ def test_the_sequential_block_is_its_equation():
 
 
 @compositions
-def test_training_is_prefill_and_steps(reading):
+def test_training_equals_prefill_and_steps(reading):
     block, x_BTD = block_of(reading), stream()
     wanted_BTD = whole(block, x_BTD, ONE_DOCUMENT)
     state = block.init_state(B, max_length=T, dtype=jnp.float32)
@@ -135,7 +135,7 @@ def test_documents_are_kept_apart(reading):
 
 
 def test_every_reading_computes_something_else():
-    """From the same weights, where shapes agree: no option is without effect. (PARTS has those that leave modules out.)"""
+    """With the same weights, every option has an effect. (PARTS has those that add or remove parameters.)"""
     outputs = {
         reading: np.asarray(whole(block_of(reading), stream(), ONE_DOCUMENT))
         for reading in READINGS
@@ -195,14 +195,14 @@ def test_every_layer_learns_its_mixtures():
         assert (np.abs(part["mixture"]["mixing"]).max(axis=-1) > 1e-3).all()
 
 
-def test_mixtures_are_told_by_layer():
+def test_mixtures_are_layer_statistics():
     config, model, params, _, _ = reference()
     mixing = params["groups"]["block_0"]["mixture"]["mixing"].at[1].set(jnp.array([1.0, 0, -1]))
     block = params["groups"]["block_0"] | {"mixture": {"mixing": mixing}}
-    told = jax.jit(model.observe)(params | {"groups": {"block_0": block}}, ragged_batch(config))
+    stats = jax.jit(model.layer_stats)(params | {"groups": {"block_0": block}}, ragged_batch(config))
     names = ["mixture/gss", "mixture/attention", "mixture/ffn"]
-    assert set(told) == {*names, "ffn_mixture/primary", "ffn_mixture/auxiliary"}
-    weights_LN = np.array([[told[name][layer] for name in names] for layer in range(2)])
+    assert set(stats) == {*names, "ffn_mixture/primary", "ffn_mixture/auxiliary"}
+    weights_LN = np.array([[stats[name][layer] for name in names] for layer in range(2)])
     np.testing.assert_allclose(weights_LN[0], 1 / 3, rtol=1e-6)
     shares = np.log1p(np.exp([1.0, 0, -1]))
     np.testing.assert_allclose(weights_LN[1], shares / shares.sum(), rtol=1e-6)
@@ -227,7 +227,7 @@ def test_parameter_counts(size):
     count = lambda name: models.build(pha.get_config(name).model).parameter_count()
     assert count(size) == COUNTS[size]
     assert count(f"{size}-attention_only") == pytest.approx(COUNTS[size], rel=1e-4)
-    assert count(f"{size}-sequential") == pytest.approx(COUNTS[size], rel=3e-4)  # norms alone
+    assert count(f"{size}-sequential") == pytest.approx(COUNTS[size], rel=3e-4)  # the norms differ
 
 
 @pytest.mark.parametrize("size", pha.SMALL)
@@ -236,7 +236,7 @@ def test_the_small_attention_only_is_matched(size):
     assert count(f"{size}-attention_only") == pytest.approx(count(size), rel=2e-3)
 
 
-# The parameters of a block that an ablation leaves out or adds.
+# The parameters of a block that an ablation removes and adds.
 PARTS = {
     "no_gss": ({"gss", "gss_norm"}, set()),
     "attention_only": ({"gss", "gss_norm"}, set()),
@@ -291,8 +291,11 @@ def test_unknown_sizes(name):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"pattern": ("gss", "gss")}, "pattern=gss,gss: a block of pha has each mixer once"),
-        ({"auxiliary_mlp_ratio": 0.001}, "auxiliary_mlp_ratio=0.001: no unit is left of 32"),
+        ({"pattern": ("gss", "gss")}, "pattern=gss,gss: a block of pha can contain each mixer only once"),
+        (
+            {"auxiliary_mlp_ratio": 0.001},
+            "auxiliary_mlp_ratio=0.001: a feed-forward network of width 0.001 x 32 has no units",
+        ),
     ],
 )
 def test_impossible_models(values, message):
@@ -316,7 +319,7 @@ def test_alpha():
 
 @pytest.mark.parametrize("deepnorm", [True, False])
 def test_initialisation(deepnorm):
-    """DeepNet's gain (8 L)^(-1/4) on value, output and feed-forward projections; without it, the house's."""
+    """With DeepNet's gain (8 L)^(-1/4) on value, output and feed-forward projections, and with the usual scales."""
     model = smoke_model(dim=128, layers=4, heads=8, deepnorm_init=deepnorm)
     block = BLOCKS["parallel"](model, model.pattern, rngs=nnx.Rngs(params=0))
     inside, outwards = (32**-0.5, 32**-0.5) if deepnorm else (1, 2 / 4)  # variance times fan-in
@@ -370,7 +373,7 @@ def test_on_a_mesh():
     """Parameters are split like those of other blocks, and neither loss nor gradients depend on it."""
     config, model, params, loss, grads = reference()
     mesh = mesh_lib.make_mesh((1, 2, 2), jax.devices()[:4])
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         shardings = mesh_lib.shardings(model.axes, model.shapes, mesh)
         params = jax.device_put(params, shardings)
         kernel = params["groups"]["block_0"]["ffn"]["primary"]["up"]["kernel"]
@@ -382,7 +385,7 @@ def test_on_a_mesh():
 
 
 def test_trains_without_warm_up_and_clipping(tiny_data):
-    """The paper's claim, at the full rate from the first step: the loss never leaves its start behind, and falls."""
+    """As the abstract claims: at the full learning rate from the first step, the loss never rises far, and it falls."""
     rows = PackedRows(tiny_data, "train")
     config = pha.get_config("smoke")
     config.steps, config.model.vocab_size = 60, rows.vocab_size
@@ -391,7 +394,7 @@ def test_trains_without_warm_up_and_clipping(tiny_data):
     assert schedule.learning_rate(config)(0) == config.optimizer.learning_rate == 5e-3
     mesh = mesh_lib.make_mesh((1, 1, 1), jax.devices()[:1])
     losses = []
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         program = step_lib.compile_program(config, models.build(config.model), mesh)
         state = program.init(jax.random.key(0))
         for batch in Batches(rows, config.data.batch_size, seed=0, steps=config.steps).iterate():

@@ -1,4 +1,4 @@
-"""Layers that are no multiple of the pattern: the blocks that remain are blocks like all others.
+"""A number of layers that is not a multiple of the pattern: the blocks of the tail are blocks like all others.
 
 B batch, T time.
 """
@@ -12,7 +12,7 @@ from configs import gated_deltanet, gla, griffin, mamba2, xlstm
 from mesanet_jax import config as config_lib
 from mesanet_jax import mesh as mesh_lib
 from mesanet_jax import models
-from mesanet_jax.models.remat import POLICIES
+from mesanet_jax.remat import POLICIES
 from mesanet_jax.training import step as step_lib
 from tests.helpers.smoke import ragged_batch, relative_distances, smoke_config
 
@@ -27,7 +27,7 @@ def build(pattern, **overrides):
 
 
 def as_tail(params):
-    """Five scanned blocks, as one period of a pattern of three and its first two."""
+    """The parameters of five scanned blocks, as one period of three blocks and a tail of two."""
     blocks = [jax.tree.map(lambda leaf: leaf[index], params["groups"]["block_0"]) for index in range(5)]
     groups = {f"block_{index}": jax.tree.map(lambda leaf: leaf[None], blocks[index]) for index in range(3)}
     return params | {"groups": groups, "tail": {f"block_{index}": blocks[3 + index] for index in range(2)}}
@@ -37,8 +37,8 @@ def as_tail(params):
     "policy",
     ["none", *(pytest.param(policy, marks=() if policy == "mixer" else pytest.mark.slow) for policy in POLICIES)],
 )
-def test_a_tail_is_more_of_the_same(policy):
-    """Five equal blocks: scanned over, or three in a period and two in the tail."""
+def test_a_tail_computes_what_groups_do(policy):
+    """Five equal blocks give the same when scanned over, and with three in a period and two in the tail."""
     config, scanned = build(("attention",))
     _, tailed = build(("attention",) * 3, **{"model.remat": policy})
     params, batch = jax.jit(scanned.init)(jax.random.key(0)), ragged_batch(config)
@@ -52,7 +52,7 @@ def test_a_tail_is_more_of_the_same(policy):
 
 
 def test_initialisation_of_a_tail():
-    """Its blocks are drawn like the others and differ from them; the groups do not change with it."""
+    """A tail is drawn like the other blocks and differs from them; it does not change how these are drawn."""
     _, tailed = build(("attention", "attention"))
     _, whole = build(("attention", "attention"), **{"model.layers": 4})
     params, without = (jax.jit(model.init)(jax.random.key(0)) for model in (tailed, whole))
@@ -67,7 +67,7 @@ def test_initialisation_of_a_tail():
 
 
 def test_griffin_trains_as_it_decodes():
-    """hawk, hawk, sliding, hawk: prefill and then steps say what the loss scored."""
+    """hawk, hawk, sliding, hawk: the logits of prefill and decoding steps give the loss."""
     config = griffin.get_config("smoke")
     config.data.batch_size, config.model.norm_eps = 2, 1e-3
     model = models.build(config.model)
@@ -76,7 +76,7 @@ def test_griffin_trains_as_it_decodes():
     batch = ragged_batch(config) | {"segment_ids": np.zeros((2, 64), np.int32), "weights": np.ones((2, 64), np.float32)}
     state = jax.jit(lambda params: model.init_state(params, 2, max_length=64))(params)
     logits, state = jax.jit(model.extend)(params, batch["inputs"][:, :50], state)
-    logits, step = [logits], jax.jit(model.step)
+    logits, step = [logits], jax.jit(model.decode_step)
     for time in range(50, 64):
         one, state = step(params, batch["inputs"][:, time], state)
         logits.append(one[:, None])
@@ -86,9 +86,9 @@ def test_griffin_trains_as_it_decodes():
 
 
 def first_step(config, sizes):
-    """(metrics, parameters after it) of one update on a mesh."""
+    """(metrics, updated parameters) of one update on a mesh."""
     mesh = mesh_lib.make_mesh(sizes, jax.devices()[: np.prod(sizes)])
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         program = step_lib.compile_program(config, models.build(config.model), mesh)
         batch = mesh_lib.place_batch(ragged_batch(config), mesh)
         state, metrics = program.train(program.init(jax.random.key(0)), batch)
@@ -97,7 +97,7 @@ def first_step(config, sizes):
 
 @pytest.mark.slow
 def test_griffin_on_a_mesh():
-    """The tail's parameters are split like the groups', and the update does not depend on it."""
+    """The tail's parameters are sharded like those of the groups, and the update does not depend on sharding."""
     config = griffin.get_config("smoke")
     config.model.norm_eps = 1e-3
     one, _ = first_step(config, (1, 1, 1))
@@ -109,7 +109,7 @@ def test_griffin_on_a_mesh():
         np.testing.assert_allclose(one[name], other[name], rtol=5e-6)
 
 
-@pytest.mark.slow  # tests/models/test_zoo.py holds their losses
+@pytest.mark.slow  # tests/models/test_zoo.py checks their losses
 @pytest.mark.parametrize("family", [gated_deltanet, gla, mamba2, xlstm], ids=lambda family: family.__name__)
 def test_a_step_of_the_published_forms(family):
     metrics, params = first_step(family.get_config("smoke-published"), (1, 1, 1))

@@ -1,4 +1,4 @@
-"""Every shipped family as a whole model: training is decoding, documents stay apart, the decoding state stays small.
+"""Every shipped family as a whole model: training equals decoding, documents stay apart, decoding states stay small.
 
 B batch, T time, V vocabulary.
 """
@@ -14,12 +14,12 @@ from mesanet_jax import models
 from tests.helpers.smoke import FAMILIES, ragged_batch
 from tests.test_golden_configs import CONFIGS
 
-LENGTH = 90  # not a multiple of a chunk, of 64
-PREFILL = 70  # the rest step by step
+LENGTH = 90  # not a multiple of the chunk size, 64
+PREFILL = 70  # the other tokens are read by decoding steps
 DOCUMENTS = np.repeat([[0, 1, 2]], [30, 33, 27], axis=1).repeat(2, axis=0).astype(np.int32)
 ALL = [name for name in CONFIGS if "-smoke" in name]
 families = pytest.mark.parametrize("family", ALL)
-# Those that tests/models/test_language_model.py does not hold to the same.
+# The families that tests/models/test_language_model.py does not check in the same way.
 others = pytest.mark.parametrize("family", [name for name in ALL if name.removesuffix("-smoke") not in FAMILIES])
 
 
@@ -29,7 +29,7 @@ def built(family):
     module, variant = CONFIGS[family]
     config = module.get_config(variant)
     config.data.seq_len, config.data.batch_size = LENGTH, 2
-    config.model.norm_eps = 1e-3  # conditions a document's first outputs
+    config.model.norm_eps = 1e-3  # keeps the first outputs of a document well conditioned
     model = models.build(config.model)
     return config, model, jax.jit(model.init)(jax.random.key(0)), jax.jit(model.loss)
 
@@ -40,7 +40,7 @@ def batch_of(config, segments_BT, *, seed=0):
 
 @others
 def test_the_loss_is_that_of_decoding(family):
-    """The logits of a prefill and of steps after it give the loss of the whole row."""
+    """The logits of a prefill and of decoding steps after it give the loss of the whole row."""
     config, model, params, loss = built(family)
     batch = batch_of(config, np.zeros((2, LENGTH), np.int32))
 
@@ -50,7 +50,7 @@ def test_the_loss_is_that_of_decoding(family):
         prefill_BTV, state = model.extend(params, tokens_BT[:, :PREFILL], state)
 
         def step(state, tokens_B):
-            logits_BV, state = model.step(params, tokens_B, state)
+            logits_BV, state = model.decode_step(params, tokens_B, state)
             return state, logits_BV
 
         _, rest_TBV = jax.lax.scan(step, state, tokens_BT[:, PREFILL:].T)
@@ -63,7 +63,7 @@ def test_the_loss_is_that_of_decoding(family):
 
 @others
 def test_no_document_reads_another(family):
-    """Other tokens in the second of three documents leave the losses of the others as they are, to the bit."""
+    """Other tokens in the second of three documents leave the losses of the others bitwise the same."""
     config, _, params, loss = built(family)
     batch, other = (batch_of(config, DOCUMENTS, seed=seed) for seed in (0, 1))
     mixed = batch | {"inputs": np.where(DOCUMENTS == 1, other["inputs"], batch["inputs"])}
@@ -74,7 +74,7 @@ def test_no_document_reads_another(family):
 
 @families
 def test_the_state_does_not_grow_with_the_text(family):
-    """Save that of full attention, which keeps every token's keys and values; a window keeps its own tokens' alone."""
+    """Except with full attention, which keeps the keys and values of all tokens; a window keeps only its own."""
     module, variant = CONFIGS[family]
     config = module.get_config(variant)
     model = models.build(config.model)

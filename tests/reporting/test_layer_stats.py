@@ -1,4 +1,4 @@
-"""What the solver tells: from the layers to scalars, and drawn."""
+"""Tests layer statistics: from the layers to scalars, and to plots."""
 
 import json
 
@@ -12,11 +12,11 @@ from mesanet_jax import models
 from mesanet_jax.reporting import layer_stats
 
 
-def told_by(config, tokens_BT, segment_ids_BT):
+def stats_of(config, tokens_BT, segment_ids_BT):
     model = models.build(config.model)
     params = jax.jit(model.init)(jax.random.key(0))
     batch = {"inputs": jnp.asarray(tokens_BT), "segment_ids": jnp.asarray(segment_ids_BT)}
-    return jax.device_get(jax.jit(model.observe)(params, batch))
+    return jax.device_get(jax.jit(model.layer_stats)(params, batch))
 
 
 @pytest.fixture(scope="module")
@@ -25,28 +25,27 @@ def rows():
     return tokens_BT, np.zeros_like(tokens_BT)
 
 
-def test_every_mesa_layer_tells_its_solver_steps(rows):
-    """Five layers of hawk, mesa: two periods and a tail that has no mesa."""
+def test_every_mesa_layer_reports_its_solver_iterations(rows):
+    """Five layers of (hawk, mesa): two periods, and a last layer that is not mesa."""
     config = hawk_mesa.get_config("smoke")
     config.model.layers, config.model.mesa.tol = 5, 1e-3
-    told = told_by(config, *rows)
-    layers = told["solver_iterations"]
+    layers = stats_of(config, *rows)["solver_iterations"]
     assert list(layers) == [1, 3] and all(x.shape == (config.model.heads,) for x in layers.values())
     assert all(x.min() > 0 and x.max() < config.model.mesa.max_iters for x in layers.values())
     config.model.mesa.tol = 1e-1
-    looser = told_by(config, *rows)["solver_iterations"]
+    looser = stats_of(config, *rows)["solver_iterations"]
     assert all(np.all(looser[layer] < layers[layer]) for layer in layers)
-    config.model.pattern = ("mesa", "hawk")  # now the tail is a mesa
-    assert list(told_by(config, *rows)["solver_iterations"]) == [0, 2, 4]
+    config.model.pattern = ("mesa", "hawk")  # now the last layer is mesa
+    assert list(stats_of(config, *rows)["solver_iterations"]) == [0, 2, 4]
 
 
-def test_nothing_is_told_where_the_steps_are_fixed(rows):
-    assert told_by(mesanet.get_config("smoke"), *rows) == {}
+def test_a_fixed_number_of_iterations_is_not_reported(rows):
+    assert stats_of(mesanet.get_config("smoke"), *rows) == {}
 
 
 def test_scalars_and_back(tmp_path):
-    told = {"solver_iterations": {1: np.array([2.0, 4.0]), 12: np.array([6.0, 8.0])}}
-    flat = layer_stats.scalars(told)
+    stats = {"solver_iterations": {1: np.array([2.0, 4.0]), 12: np.array([6.0, 8.0])}}
+    flat = layer_stats.scalars(stats)
     assert flat["solver_iterations"] == 5.0 and flat["solver_iterations/layer_12/head_1"] == 8.0
     layers, grid_LH = layer_stats.grid(flat, "solver_iterations")
     assert layers == [1, 12]
@@ -57,9 +56,9 @@ def test_scalars_and_back(tmp_path):
 
 
 def test_mixtures_by_depth(tmp_path):
-    """Scalars a layer, of a model that learns them, in the newest record that has them, as a curve a branch."""
-    told = {"mixture/gss": {0: np.float32(0.5), 10: np.float32(0.25)}, "mixture/ffn_auxiliary": {0: 0.5, 10: 0.75}}
-    flat = layer_stats.scalars(told)
+    """The weights of a mixture, one scalar per layer and branch, come from the newest record that has them."""
+    stats = {"mixture/gss": {0: np.float32(0.5), 10: np.float32(0.25)}, "mixture/ffn_auxiliary": {0: 0.5, 10: 0.75}}
+    flat = layer_stats.scalars(stats)
     assert flat["mixture/gss"] == 0.375 and flat["mixture/gss/layer_10"] == 0.25
     curves = layer_stats.curves(flat, "mixture")
     assert curves == {"gss": {0: 0.5, 10: 0.25}, "ffn_auxiliary": {0: 0.5, 10: 0.75}}

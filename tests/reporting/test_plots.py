@@ -1,4 +1,4 @@
-"""Plots of ordinary and of meagre runs; that they look well was checked by eye."""
+"""Tests the plots of ordinary runs and of runs with few records."""
 
 import json
 

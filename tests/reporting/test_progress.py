@@ -1,4 +1,4 @@
-"""Plain lines where there is no terminal, a bar where there is one, and honest speeds."""
+"""Tests progress, plain lines without a terminal and a bar on one, and the measurement of speed."""
 
 import io
 import sys
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mesanet_jax import formatting
 from mesanet_jax.reporting import progress
 from mesanet_jax.reporting.progress import Progress
 from mesanet_jax.training import throughput
@@ -21,7 +22,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Replaces time.monotonic by a value the test moves."""
+    """Replaces time.monotonic by a value that the test sets."""
     now = SimpleNamespace(seconds=100.0)
     for module in (progress, throughput):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now.seconds))
@@ -31,7 +32,7 @@ def clock(monkeypatch):
 def test_plain_lines(capsys, clock):
     with Progress(100, start=20) as bar:
         clock.seconds += 80
-        bar.update(40, SCALARS)  # 4 s a step, 60 to go
+        bar.update(40, SCALARS)  # 4 s per step, 60 steps to go
         bar.message("saved")
         bar.update(60, {"loss": 2.0})
     lines = capsys.readouterr().out.splitlines()
@@ -82,7 +83,7 @@ def test_live_false_gives_plain_lines_on_a_terminal(monkeypatch):
     ],
 )
 def test_short_number(value, text):
-    assert progress.short_number(value) == text
+    assert formatting.short_number(value) == text
 
 
 def test_throughput_leaves_out_the_first_window_and_what_follows_a_restart(clock):

@@ -1,4 +1,4 @@
-"""Trackers never stop a run, and a resumed metrics.jsonl holds every step once."""
+"""Tests that trackers never stop a run, and that a resumed metrics.jsonl holds every step once."""
 
 import json
 import math

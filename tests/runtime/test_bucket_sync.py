@@ -1,18 +1,18 @@
-"""What grows is written here and copied there; a copy that fails loses nothing. (With a real bucket: test_gcs.py.)"""
+"""Growing files are copied to the bucket, and a copy that fails loses nothing (test_gcs.py uses a storage server)."""
 
 import shutil
 import time
 
 import pytest
 
-from mesanet_jax.runtime import bucket_sync as spool_lib
-from mesanet_jax.runtime.bucket_sync import Spool
+from mesanet_jax.runtime import bucket_sync
+from mesanet_jax.runtime.bucket_sync import BucketSync
 
 
 @pytest.fixture
 def there(tmp_path, monkeypatch):
-    """A directory that is taken for one in a bucket."""
-    monkeypatch.setattr(spool_lib.workdir_lib, "is_local", lambda _: False)
+    """Makes a directory that is treated as one in a bucket."""
+    monkeypatch.setattr(bucket_sync.workdir_lib, "is_local", lambda _: False)
     folder = tmp_path / "there"
     folder.mkdir()
     return folder
@@ -25,49 +25,49 @@ def await_text(path, text):
         time.sleep(0.01)
 
 
-def test_local_workdir_is_its_own_spool(tmp_path):
-    with Spool(tmp_path) as spool:
-        assert spool.local == tmp_path
-        spool.flush()
+def test_the_local_directory_of_a_local_workdir_is_the_workdir(tmp_path):
+    with BucketSync(tmp_path) as sync:
+        assert sync.local == tmp_path
+        sync.flush()
     assert tmp_path.exists()
 
 
 def test_what_grows_is_copied_at_each_flush_and_at_the_end(there):
     (there / "metrics.jsonl").write_text("one\n")
-    with Spool(there) as spool:
-        metrics = spool.local / "metrics.jsonl"
-        assert metrics.read_text() == "one\n"  # a resumed run goes on with it
+    with BucketSync(there) as sync:
+        metrics = sync.local / "metrics.jsonl"
+        assert metrics.read_text() == "one\n"  # a resumed run continues it
         for text in ("one\ntwo\n", "one\ntwo\nthree\n"):
             metrics.write_text(text)
-            spool.flush()
+            sync.flush()
             await_text(there / "metrics.jsonl", text)
-        (spool.local / "goodput.partial").write_text("half written")
-        (spool.local / "goodput.json").write_text("{}")
+        (sync.local / "goodput.partial").write_text("half written")
+        (sync.local / "goodput.json").write_text("{}")
     assert {file.name: file.read_text() for file in there.iterdir()} == {
         "metrics.jsonl": "one\ntwo\nthree\n",
         "goodput.json": "{}",
     }
-    assert not spool.local.exists()
+    assert not sync.local.exists()
 
 
-def test_failing_copy_is_said_once_and_the_files_stay(there, capsys):
-    with Spool(there) as spool:
+def test_a_failing_copy_is_reported_once_and_the_files_stay(there, capsys):
+    with BucketSync(there) as sync:
         shutil.rmtree(there)
-        (spool.local / "metrics.jsonl").write_text("one\n")
+        (sync.local / "metrics.jsonl").write_text("one\n")
         for _ in range(2):
-            spool._copy()
-    assert (spool.local / "metrics.jsonl").read_text() == "one\n"
+            sync._copy()
+    assert (sync.local / "metrics.jsonl").read_text() == "one\n"
     said = capsys.readouterr().err
-    assert said.count("cannot be copied there, the run goes on") == 1
-    assert f"not in {there} but in {spool.local}" in said
-    shutil.rmtree(spool.local)
+    assert said.count("cannot copy metrics to it, the run continues") == 1
+    assert f"not in {there}; they are in {sync.local}" in said
+    shutil.rmtree(sync.local)
 
 
-def test_copies_go_on_once_they_can(there, capsys):
-    with Spool(there) as spool:
+def test_copies_continue_once_they_can(there, capsys):
+    with BucketSync(there) as sync:
         shutil.rmtree(there)
-        (spool.local / "metrics.jsonl").write_text("one\n")
-        spool._copy()
+        (sync.local / "metrics.jsonl").write_text("one\n")
+        sync._copy()
         there.mkdir()
     assert (there / "metrics.jsonl").read_text() == "one\n"
-    assert "but in" not in capsys.readouterr().err
+    assert "they are in" not in capsys.readouterr().err

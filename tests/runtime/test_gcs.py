@@ -1,4 +1,4 @@
-"""Data and workdir in a bucket (gs://): the same code, the same bits, served by a storage server of this machine."""
+"""Data and workdirs in a bucket (gs://) give the same bits as local ones; the tests run their own storage server."""
 
 import importlib.util
 import json
@@ -37,27 +37,34 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def remote(bucket, cache, tmp_path_factory):
-    """Runs in the bucket, on data prepared into it."""
+    """Runs in the bucket, with data prepared there."""
     data = prepare_data(tmp_path_factory.mktemp("texts") / "data", seq_len=64, output=f"{bucket.url}/data")
     return Runs(workdir_lib.path(f"{bucket.url}/runs"), data, cache=cache)
 
 
 def test_training_in_a_bucket(bucket, cache, tmp_path, tiny_data, capsys):
-    """In this process, both with the data and the workdir there and here: the losses, to the bit, and every file."""
+    """With data and workdir in the bucket, the losses are equal bit by bit, and every file is there."""
     data = prepare_data(tmp_path / "data", seq_len=64, output=f"{bucket.url}/small/data")
     assert PackedRows(data, "train").fingerprint == PackedRows(tiny_data, "train").fingerprint
     losses = []
     for folder, rows in ((tmp_path / "run", tiny_data), (workdir_lib.path(f"{bucket.url}/small/run"), data)):
         argv = [
-            "--config=configs/transformer.py:smoke", "--config.steps=4", "--config.model.layers=1", f"--config.data.path={rows}",
-            f"--config.model.vocab_size={PackedRows(rows, 'train').vocab_size}", "--config.checkpoint.every=2",
-            "--config.compile_cache=none", "--config.train.eval_batches=1", "--config.checkpoint.keep_last=1", f"--workdir={folder}",
-        ]  # fmt: skip
+            f"--workdir={folder}",
+            "--config=configs/transformer.py:smoke",
+            f"--config.data.path={rows}",
+            f"--config.model.vocab_size={PackedRows(rows, 'train').vocab_size}",
+            "--config.model.layers=1",
+            "--config.steps=4",
+            "--config.checkpoint.every=2",
+            "--config.checkpoint.keep_last=1",
+            "--config.compile_cache=none",
+            "--config.train.eval_batches=1",
+        ]
         assert train.main(argv) == 0
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         losses.append([(line["step"], line.get("loss"), line.get("validation_loss")) for line in lines])
         assert {file.name for file in folder.iterdir()} >= FILES
-        assert [file.name for file in (folder / "checkpoints").iterdir()] == ["4"]  # the one before is deleted
+        assert [file.name for file in (folder / "checkpoints").iterdir()] == ["4"]  # the earlier one is deleted
     assert losses[0] == losses[1] and len(losses[0]) == 5
     said = capsys.readouterr()
     assert "warning" not in said.out + said.err
@@ -65,7 +72,7 @@ def test_training_in_a_bucket(bucket, cache, tmp_path, tiny_data, capsys):
 
 @pytest.mark.slow
 def test_a_run_in_a_bucket_is_the_local_one(remote, cache, tmp_path, tiny_data, capsys):
-    """Preempted and resumed, then evaluated and sampled from: every bit, text and number."""
+    """It is preempted, resumed, evaluated and sampled from, and every bit, text and number is the same."""
     local = Runs(tmp_path, tiny_data, cache=cache)
     options = {"checkpoint.every": 10, "log.tensorboard": True}
     assert local.run("run", options).status == 0
@@ -99,17 +106,17 @@ def test_a_run_in_a_bucket_is_the_local_one(remote, cache, tmp_path, tiny_data, 
     assert (there / "evaluation" / f"validation-{STEPS}.png").read_bytes().startswith(b"\x89PNG")
 
 
-COMMITTED = "slow/checkpoints/1/commit_success.txt"  # what makes a step of a bucket a step
+COMMITTED = "slow/checkpoints/1/commit_success.txt"  # marks a checkpoint in a bucket as complete
 
 
-def test_slow_storage_does_not_hold_up_the_steps(bucket):
-    """`save` returns while not a byte of an array has been stored; the step is there once all of it is."""
+def test_slow_storage_does_not_delay_training(bucket):
+    """`save` returns before a byte of an array is stored; the checkpoint is complete once everything is stored."""
     checkpoints = Checkpoints(workdir_lib.path(f"{bucket.url}/slow"))
     state = {"params": {"w": jnp.arange(1000.0)}, "step": jnp.int32(1)}
     with bucket.hold("ocdbt.process_0/d/"):
         checkpoints.save(1, state, {})
         assert bucket.held.wait(60)
-        state = jax.tree.map(lambda leaf: leaf + 1, state)  # a step meanwhile
+        state = jax.tree.map(lambda leaf: leaf + 1, state)  # training continues meanwhile
         assert COMMITTED not in bucket.objects
     checkpoints.wait()
     assert COMMITTED in bucket.objects
@@ -120,8 +127,8 @@ def test_slow_storage_does_not_hold_up_the_steps(bucket):
 
 
 @pytest.mark.slow
-def test_step_that_was_not_finished_is_none(bucket):
-    """A process was killed while it wrote a step: the one before counts, and the step can be written again."""
+def test_an_incomplete_checkpoint_is_ignored(bucket):
+    """A process was killed while it saved a step: the previous step is the newest, and the step can be saved again."""
     state = {"params": {"w": jnp.arange(10.0)}, "step": jnp.int32(1)}
     folder = workdir_lib.path(f"{bucket.url}/partial")
     for again in (False, True):
@@ -140,8 +147,8 @@ def test_step_that_was_not_finished_is_none(bucket):
     checkpoints.close()
 
 
-def test_what_cannot_be_a_workdir_is_one_line(bucket, monkeypatch):
-    with pytest.raises(UserError, match="--workdir=s3://b/run: is neither a local directory nor gs://"):
+def test_errors_of_workdirs_are_one_line(bucket, monkeypatch):
+    with pytest.raises(UserError, match="--workdir=s3://b/run: must be a local directory or gs://"):
         workdir_lib.path("s3://b/run")
     missing = workdir_lib.path("gs://misspelt/run")
     with (
@@ -150,16 +157,16 @@ def test_what_cannot_be_a_workdir_is_one_line(bucket, monkeypatch):
     ):
         pass
     assert "\n" not in str(raised.value)
-    with pytest.raises(UserError, match="^--workdir=gs://misspelt/run: no config.json here"):
+    with pytest.raises(UserError, match="^--workdir=gs://misspelt/run: contains no run"):
         workdir_lib.load(missing, {})
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"needs gcsfs: pip install mesanet-jax\[gcs\]"):
+    with pytest.raises(UserError, match=r"needs the package gcsfs: pip install mesanet-jax\[gcs\]"):
         workdir_lib.path("gs://tests/run")
 
 
 @pytest.mark.slow
 def test_two_processes_in_a_bucket(bucket, cache, tmp_path, tiny_data):
-    """They see each other's files there; one process of as many devices goes on with what they saved."""
+    """They see each other's files; one process with as many devices continues from their checkpoint."""
     remote = ProcessRuns(workdir_lib.path(f"{bucket.url}/processes"), tiny_data, cache=cache)
     group = remote.begin("run", (2, 2), {"checkpoint.every": 4})
     remote.await_step("run", 4, group)

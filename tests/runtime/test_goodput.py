@@ -1,4 +1,4 @@
-"""Where the time went, by a clock that the tests turn."""
+"""Goodput, measured with a clock that the tests set."""
 
 import json
 
@@ -17,7 +17,7 @@ class Clock:
 
 
 def process(workdir, clock, *, resumed: int, start_up: float = 10) -> Goodput:
-    """A process that has started up from a checkpoint."""
+    """Returns the goodput of a process that has resumed after a step."""
     goodput = Goodput(clock)
     clock.now += start_up
     goodput.resume(workdir, resumed)
@@ -25,7 +25,7 @@ def process(workdir, clock, *, resumed: int, start_up: float = 10) -> Goodput:
     return goodput
 
 
-def test_every_moment_is_of_one_kind(tmp_path):
+def test_every_moment_belongs_to_one_kind(tmp_path):
     clock = Clock()
     goodput = process(tmp_path, clock, resumed=0)
     clock.now += 60
@@ -38,15 +38,15 @@ def test_every_moment_is_of_one_kind(tmp_path):
     assert goodput.summary() == "goodput 66.0 % of 1m40s: training 1m06s, evaluation 20s, start-up 10s, checkpoint 4s"
 
 
-def test_training_that_a_crash_undid_is_lost(tmp_path):
-    """100 s up to the checkpoint of step 5, 30 s after it, of which the file knows 20; then a process from step 5."""
+def test_training_after_the_last_checkpoint_is_lost(tmp_path):
+    """A process trains 100 s up to the checkpoint of step 5, writes its record 20 s later, and crashes."""
     clock = Clock()
     crashed = process(tmp_path, clock, resumed=0)
     clock.now += 100
     crashed.saved(5)
     clock.now += 20
     crashed.write(tmp_path)
-    clock.now += 10_000  # between two processes nothing runs
+    clock.now += 10_000  # the time between two processes is not counted
     resumed = process(tmp_path, clock, resumed=5)
     clock.now += 50
     resumed.write(tmp_path)
@@ -56,7 +56,7 @@ def test_training_that_a_crash_undid_is_lost(tmp_path):
 
 
 def test_a_checkpoint_before_the_newest(tmp_path):
-    """Step 8 cannot be read, say: what was trained after step 5 is lost, and step 8 is forgotten."""
+    """If step 8 is damaged, the training after step 5 is lost and step 8 is forgotten."""
     clock = Clock()
     first = process(tmp_path, clock, resumed=0)
     for step, seconds in ((5, 100), (8, 60)):
@@ -69,7 +69,7 @@ def test_a_checkpoint_before_the_newest(tmp_path):
     assert list(json.loads((tmp_path / FILE).read_text())["training_seconds_at_checkpoint"]) == ["0", "5"]
 
 
-def test_a_file_of_something_else(tmp_path):
+def test_a_file_that_is_not_a_record(tmp_path):
     for text in ("", "[]", '{"seconds": {}}', '{"seconds": 3}'):
         (tmp_path / FILE).write_text(text)
         with pytest.raises(UserError, match="not a goodput record"):

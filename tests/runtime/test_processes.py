@@ -1,6 +1,6 @@
-"""Several processes for real, on CPU devices: the same training as one, and none left behind.
+"""Several real processes with CPU devices: they compute the same training as one process, and end together.
 
-Their collectives go over gloo, whose sums add in another order than one process's: losses agree to float32, not to the bit.
+Their collectives use gloo, which sums in another order than one process, so losses agree only up to rounding.
 """
 
 import signal
@@ -20,7 +20,7 @@ MIXED = {"mesh.fsdp": 2, "mesh.tensor": 2}  # data takes what remains
 
 
 class ProcessRuns(Runs):
-    """Runs of one to four processes; `counts` are (processes, devices of each)."""
+    """Runs of one to four processes; `counts` are (processes, devices per process)."""
 
     def begin(self, name: str, counts: tuple[int, int], overrides: dict | None = None) -> Group:
         argv = ["--config=configs/transformer.py:smoke", *self.argv(name, OPTIONS | MIXED | (overrides or {}))[1:]]
@@ -36,7 +36,7 @@ class ProcessRuns(Runs):
             time.sleep(0.02)
 
     def signalled(self, name: str, counts: tuple[int, int], step: int, *, index: int, number: int, overrides=None):
-        """The ends of a run one of whose processes got a signal after `step`, and when it was sent."""
+        """Sends a signal to one process after `step`; returns the ends of all processes and when it was sent."""
         group = self.begin(name, counts, overrides)
         self.await_step(name, step, group)
         sent = group.signal(index, number)
@@ -50,13 +50,13 @@ def runs(tmp_path_factory, tiny_data):
 
 @pytest.fixture(scope="module")
 def alone(runs):
-    """The name of a run of one process with four devices that nothing interrupted."""
+    """The name of a complete run of one process with four devices."""
     runs.finish("alone", (1, 4))
     return "alone"
 
 
 def assert_same_training(runs, one: str, other: str) -> None:
-    """Every loss of the run, and the parameters and optimizer state at its end."""
+    """Compares every loss, and the parameters at the end."""
     losses, wanted = runs.losses(one), runs.losses(other)
     assert list(losses) == list(wanted) == list(range(1, STEPS + 1))
     np.testing.assert_allclose(list(losses.values()), list(wanted.values()), rtol=2e-6)
@@ -68,7 +68,7 @@ def assert_same_training(runs, one: str, other: str) -> None:
 
 
 def test_two_then_one_then_four_processes(runs, alone):
-    """A signal to one process stops all after the same step; another number of processes goes on with the same batches."""
+    """A signal to one process stops all after the same step; another number of processes continues the run."""
     name, begun = "elastic", 0
     for counts, index, number in (((2, 2), 1, signal.SIGTERM), ((1, 4), 0, signal.SIGINT)):
         ends, _ = runs.signalled(name, counts, begun + 3, index=index, number=number)
@@ -79,12 +79,12 @@ def test_two_then_one_then_four_processes(runs, alone):
         begun = stopped
     first, *others = runs.finish(name, (4, 1))
     assert f"resuming after step {begun}" in first.output and "goodput" in first.output
-    assert not any("step" in end.output for end in others)  # process 0 speaks for all
+    assert not any("step" in end.output for end in others)  # only process 0 prints progress
     assert_same_training(runs, name, alone)
 
 
 def test_a_killed_process_ends_the_others(runs):
-    """Within the heartbeat's time: by the collective that fails, or by jax.distributed, which aborts them."""
+    """They end within the time of the heartbeat: a collective fails, or jax.distributed aborts them."""
     ends, sent = runs.signalled("killed", (2, 2), 3, index=1, number=signal.SIGKILL)
     survivor = ends[0]
     said = {
@@ -109,7 +109,8 @@ def test_a_workdir_that_is_not_shared(runs):
     for end in ends:
         assert end.status == 2, ends
         assert (
-            f"process 1: error: --workdir={runs.root}/there: not the directory that process 0 writes to" in end.output
+            f"process 1: error: --workdir={runs.root}/there: this is not the directory that process 0 writes to"
+            in end.output
         )
 
 
@@ -124,7 +125,7 @@ def test_a_workdir_that_is_not_shared(runs):
     ],
 )
 def test_four_processes_equal_one(runs, mesh):
-    """Where the tensor or the sequence axis spans two processes, both read the same rows."""
+    """If the tensor or the sequence axis spans two processes, both read the same rows."""
     one, four = (f"{count}-{'-'.join(map(str, mesh.values()))}" for count in ("one", "four"))
     runs.finish(one, (1, 8), mesh)
     runs.finish(four, (4, 2), mesh)
@@ -145,7 +146,7 @@ def test_evaluation_by_two_processes(runs, alone):
 
 @pytest.mark.slow
 def test_a_frozen_process_ends_the_others(runs):
-    """It sends no heartbeat, as a host that is lost; once thawed it learns that it was given up."""
+    """It sends no heartbeat, like a lost host; when it runs again, it is told that the others have ended."""
     group = runs.begin("frozen", (2, 2))
     runs.await_step("frozen", 3, group)
     sent = group.signal(1, signal.SIGSTOP)
@@ -158,7 +159,7 @@ def test_a_frozen_process_ends_the_others(runs):
 
 @pytest.mark.slow
 def test_the_watchdog_of_one_process_ends_all(runs):
-    """One is frozen, but the heartbeat is patient: the other's watchdog ends the run, with every thread's stack."""
+    """One process is frozen and the heartbeat has a long limit, so the watchdog of the other one ends the run."""
     group = runs.begin("stuck", (2, 2), {"train.watchdog_minutes": 0.1, "processes.heartbeat_seconds": 600})
     runs.await_step("stuck", 3, group)
     group.signal(1, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""A run that hangs ends, and says where; one that goes on does not."""
+"""A run that hangs ends and says where; a run that makes progress does not end."""
 
 import re
 import subprocess
@@ -25,7 +25,7 @@ with Watchdog(1 / 60) as watchdog:
 """
 
 
-def test_a_run_that_hangs_ends_with_every_stack():
+def test_a_run_that_hangs_prints_every_stack():
     done = subprocess.run([sys.executable, "-c", HANGING], cwd=ROOT, capture_output=True, text=True, timeout=50)
     assert done.returncode == distributed.STUCK and done.stdout == "still here\n"
     assert "in waits_for_a_lost_host" in done.stderr
@@ -34,7 +34,7 @@ def test_a_run_that_hangs_ends_with_every_stack():
 
 
 def test_it_waits_longer_for_the_first_step(monkeypatch):
-    """Nothing for twice the limit at first, then none; a second silence ends it. None never ends anything."""
+    """Twice the limit without a beat is allowed only before the first beat. With None nothing ends the run."""
     ended = []
     monkeypatch.setattr(distributed, "end", lambda status, text: ended.append(status))
     monkeypatch.setattr("faulthandler.dump_traceback", lambda **_: None)
@@ -42,7 +42,7 @@ def test_it_waits_longer_for_the_first_step(monkeypatch):
         time.sleep(1.2)
         assert not ended
         watchdog.beat()
-        time.sleep(1.2)  # less than was allowed at first
+        time.sleep(1.2)  # less than what is allowed before the first beat
         assert ended == [distributed.STUCK]
     with Watchdog(0.2 / 60):
         pass

@@ -1,4 +1,4 @@
-"""Times of kernels out of a trace, by name and device."""
+"""Tests the times of kernels in a trace, by name and device."""
 
 import jax
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from mesanet_jax.errors import UserError
 from scripts.results import kernel_times
 
-# A GPU's plane says everything twice: what each stream executed, and the modules that this was part of.
+# A GPU's plane has everything twice: what each stream executed, and the modules that it was part of.
 TRACE = """
 planes { name: "/device:GPU:0"
   lines { name: "Stream #7(Compute)"

@@ -1,8 +1,8 @@
-"""The launchers against stand-ins for gcloud, kubectl and sbatch, first on the PATH: what they run, and that it works.
+"""Tests the launchers with stand-ins for gcloud, kubectl and sbatch that come first on the PATH.
 
-The stand-in for gcloud has two hosts, each a directory in which it runs what it is told to run over ssh; a training ends
-with status 1 on the second pod, and not before. The commit that is
-shipped is that of a small repository whose `make_venv.sh` makes a Python that only notes its arguments.
+The stand-in for gcloud has two hosts. Each is a directory, in which it runs the commands it gets by ssh. A training
+ends with status 1 on the second pod, and not before. The commit that is shipped is that of a small repository whose
+`make_venv.sh` creates a Python that only writes down its arguments.
 """
 
 import json
@@ -69,7 +69,7 @@ def git(folder, *arguments):
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A clean repository in the place of this one, pushed to a remote; its commit."""
+    """A clean repository in place of this one, pushed to a remote; returns its commit."""
     folder, remote = tmp_path / "repository", tmp_path / "remote"
     (folder / "scripts").mkdir(parents=True)
     script = folder / "scripts" / "make_venv.sh"
@@ -87,7 +87,7 @@ def repository(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """stand_in(name, text) puts a Python program of that name first on the PATH."""
+    """Returns a function (name, text) that puts a Python program of that name first on the PATH."""
     tools = tmp_path / "bin"
     tools.mkdir()
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
@@ -101,7 +101,7 @@ def stand_in(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pod(tmp_path, repository, stand_in, monkeypatch):
-    """The stand-in for gcloud: its folder. The pod is ready until `states` says otherwise."""
+    """Installs the stand-in for gcloud and returns its folder. The pod is ready unless `states` says otherwise."""
     stand_in("gcloud", GCLOUD)
     monkeypatch.chdir(ROOT)
     (tmp_path / "states").write_text("READY")
@@ -124,7 +124,7 @@ def wait_for(path: pathlib.Path, text: str):
 
 
 def test_tpu_vm_by_hand(pod, repository, capfd):
-    """Set up and started on both hosts with the arguments as they were given; a second start does nothing; stopped."""
+    """Sets up and starts both hosts with the given arguments; a second start does nothing; stop ends the training."""
     for action in ("create", "setup", "start"):
         tpu(action, "--before=touch mounted")
     assert calls(pod)[0] == ["create", "pod", "--accelerator-type=v5p-16", "--version=v2-alpha-tpuv5", "--zone=z"]
@@ -138,14 +138,14 @@ def test_tpu_vm_by_hand(pod, repository, capfd):
         running = (folder / "run" / "state").read_text()
         tpu("start")
         assert (folder / "run" / "state").read_text() == running
-    assert "it runs already" in capfd.readouterr().out
+    assert "already running" in capfd.readouterr().out
     tpu("stop")
     for host in ("host0", "host1"):
         wait_for(pod / host / "mesanet-jax" / repository[:12] / "run" / "state", "ended 143")
 
 
 def test_tpu_vm_goes_on_after_a_preemption(pod):
-    """No pod; then one that runs, is preempted and made anew; then the training's own status."""
+    """There is no pod; then one runs, is preempted and created again; the end is the training's own status."""
     (pod / "states").write_text("\nREADY\nPREEMPTED\nPREEMPTED\nREADY")
     assert tpu("run", "--poll=0.3", "--spot") == 1
     made = [call[0] for call in calls(pod) if call[0] in ("create", "delete")]
@@ -154,7 +154,7 @@ def test_tpu_vm_goes_on_after_a_preemption(pod):
 
 
 def test_tpu_vm_starts_again_after_a_host_is_rebooted(pod):
-    """What ran on host 1 is gone without a word; the other host's goes on."""
+    """The process on host 1 disappears silently, while that of the other host continues."""
     (pod / "host1").mkdir()
     (pod / "host1" / "reboots").touch()
     assert tpu("run", "--poll=0.3") == 0
@@ -171,7 +171,7 @@ def test_tpu_vm_dry_run_needs_no_gcloud(repository, stand_in, monkeypatch, capfd
 
 
 def test_gke(repository, stand_in, tmp_path, monkeypatch):
-    """Checked by the cluster, then applied: the same manifest, of as many hosts as the topology has."""
+    """The cluster checks the manifest before it is applied; it has as many hosts as the topology."""
     saved = f"open({str(tmp_path / 'calls')!r}, 'a').write(json.dumps([sys.argv[1:], json.load(sys.stdin)]) + '\\n')"
     stand_in("kubectl", f"import json, sys\n{saved}")
     monkeypatch.chdir(ROOT)
@@ -194,7 +194,7 @@ def test_gke(repository, stand_in, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [("--topology=4x4", "v5p needs 3 numbers"), ("--topology=3x3x3", "27 chips are no multiple of the 4"),
+    [("--topology=4x4", "v5p needs 3 numbers"), ("--topology=3x3x3", "27 chips are not a multiple of the 4"),
      ("--type=v7", "choose one of v4"), ("--name=Pod", "lower-case"), ("--slices=0", "at least 1")],
 )  # fmt: skip
 def test_gke_refuses(repository, monkeypatch, option, message):
@@ -219,7 +219,8 @@ script = sys.stdin.read()
 (root / "script").write_text(script)
 for restart, status in enumerate((75, 143, 2)):
     (root / "srun_status").write_text(str(status))
-    done = subprocess.run(["bash", "-c", script], env=os.environ | {"SLURM_RESTART_COUNT": str(restart), "SLURM_JOB_ID": "7"})
+    environment = os.environ | {"SLURM_RESTART_COUNT": str(restart), "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", script], env=environment)
     assert done.returncode == status
 """
 SRUN = """
@@ -228,11 +229,15 @@ root = pathlib.Path(__file__).parent.parent
 (root / "srun").write_text("\\n".join([str(pathlib.Path.cwd()), *sys.argv[1:]]))
 sys.exit(int((root / "srun_status").read_text()))
 """
-SCONTROL = "import pathlib, sys\npathlib.Path(__file__).parent.parent.joinpath('requeued').open('a').write(' '.join(sys.argv[1:]) + '\\n')"
+SCONTROL = """
+import pathlib, sys
+requeued = pathlib.Path(__file__).parent.parent / "requeued"
+requeued.open("a").write(" ".join(sys.argv[1:]) + "\\n")
+"""
 
 
 def test_slurm(repository, stand_in, tmp_path, monkeypatch):
-    """The job's script, run thrice as Slurm would: queued again after a crash and a preemption, not after a mistake."""
+    """Runs the job's script three times as Slurm would: it queues again after a crash or preemption, not a mistake."""
     for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("scontrol", SCONTROL)):
         stand_in(name, text)
     monkeypatch.chdir(ROOT)
@@ -246,7 +251,7 @@ def test_slurm(repository, stand_in, tmp_path, monkeypatch):
 
 
 def counting(tmp_path, *bodies: str) -> list[tuple[dict, list[str]]]:
-    """A command for each body, which knows by `turn` how often it was started before."""
+    """Returns a command for each body; in the body, `turn` is how often the command was started before."""
     count = (
         "import pathlib, sys, time; p = pathlib.Path(sys.argv[1]); turn = len(p.read_text()) if p.exists() else 0;"
         " p.write_text('x' * (turn + 1)); "
@@ -259,7 +264,7 @@ def counting(tmp_path, *bodies: str) -> list[tuple[dict, list[str]]]:
     [
         (["sys.exit([75, 143, 0][turn])"], 5, 0, 3),  # the watchdog, a preemption, the end
         (["sys.exit(2)"], 5, 2, 1),  # a mistake stays one
-        (["sys.exit(75)"], 1, 75, 2),  # as often as allowed
+        (["sys.exit(75)"], 1, 75, 2),  # as often as --restarts allows
         (["sys.exit(76 * (turn == 0))", "import os; turn or os.kill(os.getpid(), 9)"], 1, 0, 2),  # one was killed
     ],
 )
@@ -271,8 +276,8 @@ def test_starting_again(tmp_path, bodies, restarts, status, starts):
 
 def test_a_signal_is_passed_on_and_ends_it(tmp_path):
     body = "import signal; signal.signal(15, lambda *_: sys.exit(143)); print('up', flush=True); time.sleep(60)"
-    supervise = f"launch_local.supervise(lambda: {counting(tmp_path, body)!r}, restarts=5, pause=0)"
-    program = f"import sys; from scripts import launch_local; sys.exit({supervise})"
+    supervise = f"local.supervise(lambda: {counting(tmp_path, body)!r}, restarts=5, pause=0)"
+    program = f"import sys; from scripts.launch import local; sys.exit({supervise})"
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
@@ -292,7 +297,7 @@ def test_processes_of_one_host_share_its_gpus(monkeypatch, capfd):
 
 
 def test_mistakes_are_found_before_anything_runs(repository, monkeypatch, stand_in):
-    """In the training's arguments and in the launcher's own; a changed tree; a tool that is missing or fails."""
+    """Mistakes in the arguments of training and launcher, a changed tree, and a tool that is missing or fails."""
     monkeypatch.chdir(ROOT)
     for arguments, message in (
         (["start", *TPU, "--", *TRAINING, "--config.stesp=3"], "did you mean --config.steps"),
@@ -311,4 +316,4 @@ def test_mistakes_are_found_before_anything_runs(repository, monkeypatch, stand_
         tpu("create", "--dry-run")
     assert tpu("create", "--dry-run", "--dirty") == 0
     with pytest.raises(UserError, match="no-such-tool: is not installed"):
-        common.run("no-such-tool", dry_run=False)
+        common.run_command("no-such-tool", dry_run=False)

@@ -1,28 +1,31 @@
-"""The commands of the GPU session are ones that the programs take, and their models may be compared."""
+"""Tests that the programs accept the commands of the script, and that its models may be compared."""
 
 from mesanet_jax import cli, compare, evaluate, train
+from mesanet_jax.comparing import runs as runs_lib
 from mesanet_jax.data import recall
+from mesanet_jax.runtime import workdir as workdir_lib
 from mesanet_jax.schema import build
+from mesanet_jax.training.arguments import parse
 from scripts.results import maglev_results
 
 
 def printed(tmp_path, capsys, *argv) -> list[list[str]]:
-    """What --dry_run prints, with rows of recall in `tmp_path`."""
+    """Returns what --dry-run prints, with rows of recall in `tmp_path`."""
     task = build(recall.SCHEMA)
     task.output, task.seq_len, task.delay, task.train_rows, task.validation_rows = str(tmp_path / "rows"), 64, 40, 8, 8
     recall.write(task)
-    flags = [f"--recall={task.output}", f"--out={tmp_path}", "--data=DATA", "--recall_values=seed=4", "--dry_run"]
+    flags = [f"--recall={task.output}", f"--out={tmp_path}", "--data=DATA", "--recall_values=seed=4", "--dry-run"]
     assert maglev_results.main([*flags, *argv]) == 0
     return [line[2:].split() for line in capsys.readouterr().out.splitlines()]
 
 
 def of(program, commands) -> list[list[str]]:
-    """The arguments of each command that runs a program."""
+    """Returns the arguments of each command that runs a program."""
     return [command[3:] for command in commands if command[2] == program.__name__]
 
 
 def test_commands(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare.train, "open_data", lambda config: None)
+    monkeypatch.setattr(runs_lib, "open_data", lambda config: None)
     commands = printed(tmp_path, capsys, "--config.seed=3", "--config.model.max_sweeps=9", "--cost_size=d16")
     trained, scored, compared = (of(program, commands) for program in (train, evaluate, compare))
     assert len(trained) == len(scored) == 2 * len(maglev_results.MODELS) + len(maglev_results.MAGLEV)
@@ -30,7 +33,7 @@ def test_commands(tmp_path, capsys, monkeypatch):
 
     runs = {}
     for argv, (where, *exact) in zip(trained, scored):
-        args, config = train.parse(argv)
+        args, config = parse(argv)
         assert where == f"--workdir={args.workdir}"
         assert bool(exact) == ("deployed_by" in config.model)
         on_text = args.workdir.parent.name == "text"
@@ -43,7 +46,7 @@ def test_commands(tmp_path, capsys, monkeypatch):
         for name in ("configs", "workdir"):
             flags.add_argument(f"--{name}")
         args, overrides = cli.parse(flags, argv)
-        for run in compare.load(args.configs.split(","), overrides, compare.workdir_lib.path(args.workdir)):
+        for run in runs_lib.load(args.configs.split(","), overrides, workdir_lib.path(args.workdir)):
             assert run.config.to_dict() == runs.pop(run.workdir)
     assert not runs
 

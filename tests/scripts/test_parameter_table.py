@@ -1,4 +1,4 @@
-"""Every shipped config has as many parameters as MesaNet, and the published table is the one its command prints."""
+"""Tests that every shipped config has as many parameters as MesaNet, and that the page is what its command prints."""
 
 import pytest
 
@@ -23,6 +23,6 @@ def test_as_many_parameters_as_mesanet(rows, size):
 
 
 def test_the_document_is_what_the_command_prints(rows):
-    hint = "if the change is meant: python -m scripts.results.parameter_table > docs/results/parameters.md"
+    hint = "if the change is intended: python -m scripts.results.parameter_table > docs/results/parameters.md"
     written = (ROOT / "docs" / "results" / "parameters.md").read_text()
     assert parameter_table.document(rows).splitlines() == written.splitlines(), hint

@@ -1,4 +1,4 @@
-"""The commands of the GPU session are ones that the programs take, in an order that goes on where it stopped."""
+"""Tests that the programs accept the commands of the script, and that it continues where it stopped."""
 
 import json
 
@@ -9,7 +9,7 @@ from scripts.results import chains, pha_results
 
 
 def printed(capsys, *argv):
-    assert pha_results.main(["--data=DATA", *argv, "--dry_run"]) == 0
+    assert pha_results.main(["--data=DATA", *argv, "--dry-run"]) == 0
     return [line[2:].split() for line in capsys.readouterr().out.splitlines()]
 
 

@@ -1,6 +1,6 @@
-"""Checkpoints: bitwise, on any mesh, compared before loading, kept by the rules.
+"""Checkpoints restore every bit on any mesh, are compared before and after loading, and are kept by two rules.
 
-States here are small: a model's parameters with an optimizer state around them, made by the program of a step.
+The states here are those of small models, with their optimizer states.
 """
 
 import functools
@@ -17,21 +17,22 @@ import numpy as np
 import pytest
 
 from mesanet_jax import mesh as mesh_lib
-from mesanet_jax import models, train
+from mesanet_jax import models
 from mesanet_jax.errors import UserError
 from mesanet_jax.runtime import distributed, workdir
 from mesanet_jax.training import checkpoint as checkpoint_lib
 from mesanet_jax.training import step as step_lib
+from mesanet_jax.training.resume import initial_state
 from tests.helpers.smoke import ROOT, assert_bitwise, smoke_config
 from tests.runtime.test_processes import ProcessRuns
 
-ABOUT = {"config": {"name": "a run"}, "data": "fingerprint"}
+METADATA = {"config": {"name": "a run"}, "data": "fingerprint"}
 ONE, ROWS, COLUMNS, ALL = (1, 1, 1), (2, 4, 1), (4, 1, 2), (8, 1, 1)
 
 
 @functools.cache
 def run_on(sizes=ONE, family="transformer", **overrides):
-    """The program of a small model on a mesh of the first devices."""
+    """Returns the program of a small model on a mesh of the first devices."""
     config = smoke_config(family, {f"model.{name}": value for name, value in overrides.items()})
     mesh = mesh_lib.make_mesh(sizes, jax.devices()[: np.prod(sizes)])
     model = models.build(config.model)
@@ -39,7 +40,7 @@ def run_on(sizes=ONE, family="transformer", **overrides):
 
 
 def state_on(run):
-    """A state whose every leaf differs, laid out as the program wants it."""
+    """Returns a state with different values in every leaf, with the shardings of the program."""
     keys = iter(range(1, 10**6))
 
     def leaf(shape):
@@ -50,7 +51,7 @@ def state_on(run):
 
 
 def saved_run(path, run, steps=(3,), **rules):
-    """Saves one state at each of the steps; returns it."""
+    """Saves the same state at each of the steps, and returns it."""
     state = state_on(run)
     saved_state(path, state, steps, **rules)
     return state
@@ -59,7 +60,7 @@ def saved_run(path, run, steps=(3,), **rules):
 def saved_state(path, state, steps, **rules):
     checkpoints = checkpoint_lib.Checkpoints(path, **rules)
     for step in steps:
-        checkpoints.save(step, state, ABOUT)
+        checkpoints.save(step, state, METADATA)
         checkpoints.wait()
     checkpoints.close()
 
@@ -85,17 +86,17 @@ def test_restores_to_the_bit_on_any_mesh(tmp_path, before, after):
 
 
 def test_trained_state_comes_back_with_its_structure(tmp_path):
-    """The restored state goes into the compiled step as the saved one would."""
+    """The compiled step accepts the restored state."""
     run = run_on()
     saved_run(tmp_path, run)
     assert jax.tree.structure(restore(tmp_path, run)) == jax.tree.structure(run.program.state)
 
 
-def test_about(tmp_path):
+def test_metadata(tmp_path):
     saved_run(tmp_path, run_on())
     checkpoints = checkpoint_lib.Checkpoints(tmp_path)
-    about = checkpoints.about(3)
-    assert {name: about[name] for name in ABOUT} == json.loads(json.dumps(ABOUT))
+    metadata = checkpoints.metadata(3)
+    assert {name: metadata[name] for name in METADATA} == json.loads(json.dumps(METADATA))
     checkpoints.close()
 
 
@@ -156,7 +157,7 @@ def test_rules_of_keeping(tmp_path, rules, kept):
 
 
 def test_parameters_alone(tmp_path):
-    """The newest or a named step, on another mesh, without reading an optimizer state."""
+    """The parameters of the newest or of a given step are restored on another mesh, without the optimizer state."""
     run, other = run_on(ALL), run_on((2, 2, 2))
     state = saved_run(tmp_path, run, steps=(3, 5))
     for wanted, step in ((None, 5), (3, 3)):
@@ -179,7 +180,7 @@ def test_no_checkpoint_to_read(tmp_path):
 
 
 def test_restores_on_a_machine_with_fewer_devices(tmp_path):
-    """In a process that has one device; Orbax could not even read the metadata there (field notes 15)."""
+    """A process with one device restores what was saved by eight."""
     state = saved_run(tmp_path, run_on((2, 2, 2)))
     script = (
         "import pathlib, sys, jax, tests.training.test_checkpoint as t; assert len(jax.devices()) == 1;"
@@ -192,14 +193,14 @@ def test_restores_on_a_machine_with_fewer_devices(tmp_path):
 
 
 def test_failed_save_is_not_swallowed(tmp_path, monkeypatch):
-    """A write in the background that fails is raised by `wait` or the next save, never lost (field notes 19)."""
+    """An error of the background write is raised by `wait` or by the next save."""
     checkpoints = checkpoint_lib.Checkpoints(tmp_path)
     for name in ("os.rename", "os.replace", "pathlib.Path.rename"):
         monkeypatch.setattr(name, _no_space)
     with pytest.raises(
         UserError, match="checkpoint 1 could not be written: .*No space left.*newest good checkpoint: none"
     ):
-        checkpoints.save(1, state_on(run_on()), ABOUT)
+        checkpoints.save(1, state_on(run_on()), METADATA)
         checkpoints.wait()
 
 
@@ -212,7 +213,7 @@ def test_full_disk_keeps_what_is_there(tmp_path, monkeypatch):
     checkpoints = checkpoint_lib.Checkpoints(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(UserError, match="checkpoint 4 could not be written: needs .* newest good checkpoint: 3"):
-        checkpoints.save(4, state, ABOUT)
+        checkpoints.save(4, state, METADATA)
     checkpoints.close()
     assert_bitwise(jax.device_get(restore(tmp_path, run_on())), jax.device_get(state))
 
@@ -244,19 +245,19 @@ def flip(path):
 DAMAGES = {
     "an array is cut": lambda step: cut(largest(step / "params")),
     "an array is gone": lambda step: largest(step / "params").unlink(),
-    "a bit is another": lambda step: flip(largest(step / "training")),
+    "a bit is flipped": lambda step: flip(largest(step / "training")),
     "its index is gone": lambda step: (step / "params" / "manifest.ocdbt").unlink(),
     "its description is gone": lambda step: (step / "training" / "_METADATA").unlink(),
     "its description is cut": lambda step: cut(step / "params" / "_METADATA"),
     "the parameters are gone": lambda step: shutil.rmtree(step / "params"),
-    "the note is cut": lambda step: cut(step / "about" / "metadata"),
+    "the metadata are cut": lambda step: cut(step / "run" / "metadata"),
     "all is gone": lambda step: (shutil.rmtree(step), step.mkdir()),
 }
 
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
-    """Checkpoints of the steps 3 and 5, with an array that is long enough to be spoilt in its middle."""
+    """Makes checkpoints of the steps 3 and 5, with arrays that are long enough to be damaged in the middle."""
     random = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
     state = {"params": {"w": jnp.asarray(random)}, "opt_state": {"m": jnp.asarray(random[::-1])}, "step": jnp.int32(5)}
     path = tmp_path_factory.mktemp("two")
@@ -271,46 +272,38 @@ def test_damaged_checkpoint_is_set_aside_for_the_one_before(two_steps, tmp_path,
     damage(tmp_path / checkpoint_lib.DIRECTORY / "5")
     targets = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
     program, saved = SimpleNamespace(state=targets), checkpoint_lib.Checkpoints(tmp_path)
-    restored, step = train.initial_state(None, program, None, saved, ABOUT)
+    restored, step = initial_state(None, program, None, saved, METADATA)
     assert step == 3
     assert_bitwise(restored, state)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "warning" in said and "checkpoint 5 is damaged" in said
     (aside,) = tmp_path.glob("damaged-5-*")
-    assert str(aside) in said and "one before is of step 3" in said
+    assert str(aside) in said and "previous checkpoint is of step 3" in said
     assert saved.steps() == [3]
-    saved.save(5, state, ABOUT)  # its place is free
+    saved.save(5, state, METADATA)  # the damaged checkpoint is not in the way
     saved.wait()
     assert saved.steps() == [3, 5]
     saved.close()
 
 
 def test_the_only_checkpoint_stays_where_it_is(two_steps, tmp_path):
-    """A run does not begin anew by itself."""
+    """A run does not start from step 0 by itself."""
     source, state = two_steps
     shutil.copytree(source, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / checkpoint_lib.DIRECTORY / "3")
     cut(largest(tmp_path / checkpoint_lib.DIRECTORY / "5"))
     saved = checkpoint_lib.Checkpoints(tmp_path)
-    with pytest.raises(UserError, match="checkpoint 5 is damaged: .*; there is no other: remove it") as raised:
-        train.initial_state(None, SimpleNamespace(state=state), None, saved, ABOUT)
+    with pytest.raises(
+        UserError, match="checkpoint 5 is damaged: .*; there is no other checkpoint: remove it"
+    ) as raised:
+        initial_state(None, SimpleNamespace(state=state), None, saved, METADATA)
     assert "\n" not in str(raised.value) and saved.steps() == [5]
     saved.close()
 
 
-def test_checkpoint_of_a_version_without_digests(tmp_path, monkeypatch):
-    run = run_on()
-    monkeypatch.setattr(checkpoint_lib, "_digests", lambda items: None)
-    state = saved_run(tmp_path, run)
-    monkeypatch.undo()
-    checkpoints = checkpoint_lib.Checkpoints(tmp_path)
-    assert_bitwise(checkpoints.restore(3, run.program.state), state)
-    checkpoints.close()
-
-
 @pytest.mark.slow
 def test_damaged_checkpoint_of_two_processes(tmp_path, tiny_data):
-    """All end, with the status after which a launcher starts again, and then go on from the step before."""
+    """All processes end with the status after which a launcher restarts them, then resume from the previous step."""
     runs = ProcessRuns(tmp_path, tiny_data)
     group = runs.begin("run", (2, 2), {"checkpoint.every": 4})
     runs.await_step("run", 9, group)
@@ -320,5 +313,7 @@ def test_damaged_checkpoint_of_two_processes(tmp_path, tiny_data):
     cut(largest(tmp_path / "run" / checkpoint_lib.DIRECTORY / str(newest) / "params"))
     ends = runs.begin("run", (2, 2)).ended()
     assert [end.status for end in ends] == [distributed.LOST] * 2, ends
-    assert all(f"the one before is of step {before}; start again" in end.output for end in ends), ends
+    assert all(
+        f"the previous checkpoint is of step {before}; run the same command again" in end.output for end in ends
+    ), ends
     assert f"resuming after step {before}" in runs.finish("run", (2, 2))[0].output

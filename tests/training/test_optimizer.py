@@ -1,4 +1,4 @@
-"""Updates of Muon and its groups: against the recipe written out in float64, on every family, and through a resumed run.
+"""Updates of Muon and its groups: compared with a float64 version, on every family, and in a run that is resumed.
 
 L layers, I inputs and O outputs of a matrix.
 """
@@ -25,7 +25,7 @@ SMOKE = [name for name in CONFIGS if "-smoke" in name]
 
 
 def muon_config(family="transformer", *, nanochat=True, **overrides):
-    """A smoke config under Muon, with nanochat's values or plain."""
+    """Returns a smoke config with Muon, plain or with nanochat's values."""
     config = smoke_config(family)
     config.steps, config.optimizer.name = 20, "muon"
     if nanochat:
@@ -36,22 +36,29 @@ def muon_config(family="transformer", *, nanochat=True, **overrides):
     return config
 
 
-# ---- against an independent float64 version
+# ---- compared with an independent float64 version
 
 
 MATRICES = {"wide": (3, 8, 24), "tall": (3, 24, 8), "square": (1, 12, 12)}
-OTHERS = {"embedding": (32, 8), "head": (32, 8), "residual_scale": (3,), "embedding_scale": (3,), "smear": (1,), "norm": (3, 8)}  # fmt: skip
+OTHERS = {
+    "embedding": (32, 8),
+    "head": (32, 8),
+    "residual_scale": (3,),
+    "embedding_scale": (3,),
+    "smear": (1,),
+    "norm": (3, 8),
+}
 
 
 def little_model():
-    """Parameters of every group, as `optimizer.make` sees a model."""
+    """Returns what `optimizer.make` reads of a model, with parameters of every group."""
     shapes = {"groups": {name: {"kernel": shape} for name, shape in MATRICES.items()}} | OTHERS
     is_shape = lambda leaf: isinstance(leaf, tuple)
     axes = jax.tree.map(
         lambda shape: ("embed", "mlp") if len(shape) == 3 else (None,) * len(shape), shapes, is_leaf=is_shape
     )
     shapes = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=is_shape)
-    return SimpleNamespace(shapes=shapes, axes=axes)  # fmt: skip
+    return SimpleNamespace(shapes=shapes, axes=axes)
 
 
 def random_tree(shapes, *, seed):
@@ -66,7 +73,7 @@ POLAR_EXPRESS = [
 
 
 class NanochatMuon:
-    """One matrix [rows, columns], rows its outputs, in nanochat's six steps."""
+    """The six steps of nanochat's recipe for one matrix [rows, columns], whose rows are its outputs."""
 
     def __init__(self, weight):
         self.weight, self.buffer, self.second = weight, np.zeros_like(weight), 0.0
@@ -91,7 +98,7 @@ class NanochatMuon:
 
 
 class Adam:
-    """AdamW of one parameter, with bias corrections."""
+    """AdamW for one parameter, with bias correction."""
 
     def __init__(self, weight, peak, b1, b2, decay):
         self.weight, self.peak, self.b1, self.b2, self.decay = weight, peak, b1, b2, decay
@@ -106,7 +113,7 @@ class Adam:
 
 
 def test_three_updates_are_those_of_the_recipe():
-    """At steps that do not follow each other: schedules take the trainer's step, Adam's bias its own count."""
+    """The steps are not successive: schedules use the trainer's step, but Adam's bias correction counts updates."""
     model, config = little_model(), muon_config()
     config.optimizer.warmup_from, config.optimizer.warmup_steps = 0.0, 5
     config.optimizer.no_decay = ("norm",)
@@ -137,15 +144,15 @@ def test_three_updates_are_those_of_the_recipe():
         np.testing.assert_allclose(params[name], adam.weight, atol=5e-6, err_msg=name)
 
 
-def test_plain_muon_is_jordans():
-    """Momentum 0.95 with Nesterov, five sweeps of the quintic, times sqrt(max(1, rows / columns)), nothing else."""
+def test_plain_muon_is_that_of_jordan():
+    """Nesterov momentum 0.95, five sweeps of the quintic, times sqrt(max(1, rows / columns)), and nothing else."""
     model, config = little_model(), muon_config(nanochat=False)
     transformation = optimizer.make(config, model)
     params, grads = random_tree(model.shapes, seed=0), random_tree(model.shapes, seed=1)
     updates, _ = jax.jit(transformation.update)(grads, transformation.init(params), params, step=jnp.int32(2))
     for name in MATRICES:
         for moved, gradient in zip(updates["groups"][name]["kernel"], grads["groups"][name]["kernel"], strict=True):
-            x = gradient.T.astype(float)  # the momentum of the first update points where the gradient does
+            x = gradient.T.astype(float)  # the first momentum has the direction of the gradient
             x /= np.linalg.norm(x)
             for _ in range(5):
                 gram = x @ x.T
@@ -155,7 +162,7 @@ def test_plain_muon_is_jordans():
 
 
 def test_a_sharded_update_is_the_same():
-    """Of matrices split four ways, which each device orthogonalises whole (tests/test_muon.py)."""
+    """The matrices are split four ways, and each device orthogonalises whole matrices (test_muon.py)."""
     model, config = little_model(), muon_config()
     transformation = optimizer.make(config, model)
 
@@ -170,7 +177,7 @@ def test_a_sharded_update_is_the_same():
     params, grads = random_tree(model.shapes, seed=0), random_tree(model.shapes, seed=1)
     mesh = mesh_lib.make_mesh((2, 2, 2))
     split = mesh_lib.shardings(model.axes, model.shapes, mesh)
-    with jax.set_mesh(mesh):
+    with mesh_lib.use_mesh(mesh):
         found = jax.device_get(two_updates(jax.device_put(params, split), jax.device_put(grads, split)))
     for (path, leaf), wanted in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(two_updates(params, grads)), strict=True
@@ -178,7 +185,7 @@ def test_a_sharded_update_is_the_same():
         np.testing.assert_allclose(leaf, wanted, atol=1e-5, err_msg=jax.tree_util.keystr(path))
 
 
-# ---- which parameters belong where
+# ---- which rule updates which parameter
 
 
 @pytest.mark.parametrize("name", SMOKE)
@@ -206,7 +213,7 @@ def test_every_parameter_has_its_group(name):
     assert {path for path in kernels if ".conv." not in path} - found["muon"] <= found.get("smear", set())
 
 
-def test_a_group_without_values_is_as_the_rest():
+def test_a_group_without_values_uses_the_defaults():
     config = muon_config()
     config.optimizer.groups.embedding = ()
     config.optimizer.muon.excluded = ("conv", "value")
@@ -230,7 +237,7 @@ def test_mistakes_are_one_line(overrides, message):
         muon_config(**overrides)
 
 
-# ---- the trainer's step
+# ---- training steps
 
 
 @functools.cache
@@ -239,7 +246,7 @@ def compiled(family, sizes=(1, 1, 1)):
 
 
 def train(run, state, steps, *, batch=None):
-    """The state and losses after some updates, each with its own batch unless one is given."""
+    """Returns the state and the losses after some updates, each on its own batch unless one is given."""
     losses = []
     for _ in range(steps):
         seed = int(state["step"])
@@ -248,7 +255,7 @@ def train(run, state, steps, *, batch=None):
     return state, losses
 
 
-def test_what_muon_keeps_is_split_as_its_parameter():
+def test_the_state_of_muon_is_sharded_like_the_parameters():
     state = compiled("transformer", (2, 2, 2)).program.state
     muon = state["opt_state"][1].inner_states["muon"].inner_state[0]
     up = lambda tree: tree["groups"]["block_0"]["mlp"]["up"]["kernel"]
@@ -261,7 +268,7 @@ def test_what_muon_keeps_is_split_as_its_parameter():
 
 
 def test_a_resumed_run_is_the_same(tmp_path):
-    """From the middle of warm-up and warm-down both, through a checkpoint, to the bit."""
+    """It resumes from checkpoints in the middle of the warm-up and of the warm-down, and every bit is the same."""
     run = compiled("transformer")
     through, _ = train(run, fresh(run), 12)
     state, _ = train(run, fresh(run), 3)

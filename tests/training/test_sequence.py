@@ -1,4 +1,4 @@
-"""Rows whose time is split over devices: the loss of every token and the gradient are those of one device.
+"""Sequence parallelism: if rows are split over devices, every token's loss and the gradient are those of one device.
 
 B rows, T time.
 """
@@ -20,14 +20,14 @@ from tests.helpers.smoke import ragged_batch, relative_distances
 from tests.test_golden_configs import CONFIGS
 from tests.training.test_step import assert_same_update, first_update
 
-LENGTH = 88  # spans of 44 or 22 tokens, no multiples of a chunk; no other array has a dimension of this size
+LENGTH = 88  # parts of 44 or 22 tokens, which are no multiples of a chunk; no other dimension has this size
 ROWS = 4
 MESHES = [(1, 1, 1, 2), (1, 1, 1, 4), (2, 2, 1, 2), (1, 1, 2, 4)]  # data, fsdp, tensor, sequence
 RECURRENT = {"deltanet", "gated_deltanet", "gla", "gss", "hawk", "mamba2", "mesa", "mlstm"}
 
 
 def segment_ids():
-    """A document as long as the row; one that starts with a span and goes over three; and rows of short ones."""
+    """A document as long as the row; one that starts with a device's part and spans three; and rows of short ones."""
     segments_BT = np.cumsum(np.random.default_rng(0).random((ROWS, LENGTH)) < 0.06, axis=1)
     segments_BT[0] = 0
     segments_BT[1] = np.arange(LENGTH) >= LENGTH // 4
@@ -35,7 +35,7 @@ def segment_ids():
 
 
 def awake(params):
-    """Noise for weights that start at zero, behind which nothing has a gradient."""
+    """Replaces weights that start at zero by noise, since nothing behind them would have a gradient."""
     rng = np.random.default_rng(1)
     return jax.tree.map(
         lambda leaf: leaf if leaf.any() else 0.1 * rng.normal(size=leaf.shape).astype(leaf.dtype), params
@@ -47,7 +47,7 @@ class Family:
 
     def __init__(self, config):
         config.data.seq_len, config.data.batch_size = LENGTH, ROWS
-        config.model.norm_eps = 1e-2  # conditions the first outputs of a document, of unnormalised keys too
+        config.model.norm_eps = 1e-2  # keeps the first outputs of a document well-conditioned
         config_lib.validate(config)
         self.pattern = config.model.pattern
         self.model = models.build(config.model)
@@ -64,10 +64,10 @@ class Family:
         return nats_BT, gradient
 
     def assert_same_on(self, sizes) -> str:
-        """The program's text. Sums of float32 are in another order."""
+        """Compares with one device, up to the order of float32 sums; returns the text of the compiled program."""
         mesh = mesh_lib.make_mesh(sizes, jax.devices()[: np.prod(sizes)])
         split = mesh_lib.shardings(self.model.axes, self.model.shapes, mesh), mesh_lib.batch_sharding(mesh)
-        with jax.set_mesh(mesh):
+        with mesh_lib.use_mesh(mesh):
             arguments = jax.device_put(self.params, split[0]), mesh_lib.place_batch(self.batch, mesh)
             run = jax.jit(self._run, in_shardings=split, out_shardings=split[::-1]).lower(*arguments).compile()
             nats_BT, gradient = jax.device_get(run(*arguments))
@@ -78,7 +78,7 @@ class Family:
 
 
 def gathered_rows(program: str) -> list[str]:
-    """Activations as long as a row that a device is sent."""
+    """The activations with the length of a whole row that devices are sent."""
     return re.findall(rf"= [^=]*f32\[[\d,]*\b{LENGTH}\b[^=]* all-(?:gather|to-all)[^(]*\(", program)
 
 
@@ -88,7 +88,7 @@ def shipped(name):
     return Family(module.get_config(variant))
 
 
-def test_a_model_that_passes_states_on_gathers_no_row():
+def test_a_recurrent_model_gathers_no_row():
     assert not gathered_rows(shipped("mesanet-smoke").assert_same_on((1, 2, 2, 2)))
 
 
@@ -109,7 +109,7 @@ def test_what_the_backward_pass_recomputes():
 
 
 @pytest.mark.slow
-def test_an_update_in_parts():
+def test_an_accumulated_update():
     assert_same_update(first_update("mesanet"), first_update("mesanet", (2, 1, 1, 4), rows_per_device=1))
 
 
@@ -122,7 +122,7 @@ def test_batches_are_split_over_rows_and_time():
     assert {shard.data.shape for shard in placed.addressable_shards} == {(3, 2)}
 
 
-def test_length_that_the_spans_do_not_divide():
+def test_a_length_that_the_axis_does_not_divide():
     config = mesanet.get_config("smoke")
     config.mesh.sequence = 3
     with pytest.raises(UserError, match="config.data.seq_len=64: not a multiple of config.mesh.sequence=3"):

@@ -1,6 +1,6 @@
-"""One update: the same on every mesh and under accumulation, never poisoned, and equal to what it was.
+"""One training step: the same on every mesh and with accumulation, never poisoned, and equal to the golden metrics.
 
-`python -m tests.training.test_step` from the repository's root writes the golden metrics anew.
+`python -m tests.training.test_step`, run in the root of the repository, rewrites the golden metrics.
 """
 
 import functools
@@ -36,21 +36,24 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 
 def step_config(family, **train):
-    """With a larger epsilon of the norms: the first token of a document has the Mesa output (q.k) v / ..., and its norm
-    divides by |q.k|, which may be tiny; the gradients of such tokens would be rounding errors at 1e-6."""
+    """Returns a smoke config with a larger epsilon of the norms.
+
+    The Mesa output of a document's first token is proportional to q.k, which may be tiny. With an epsilon of 1e-6, the
+    norm would divide by it, and the gradients of such tokens would be rounding errors.
+    """
     options = {f"train.{name}": value for name, value in train.items()}
     return smoke_config(family, {"steps": STEPS, "model.norm_eps": 1e-3} | options)
 
 
 @functools.cache
 def compiled(family, sizes=ONE, rows_per_device=16):
-    """The program of a smoke config on a mesh, and what it is made of."""
+    """Returns the program of a smoke config on a mesh, with its config, mesh and model."""
     return build(step_config(family, rows_per_device=rows_per_device), sizes)
 
 
 @functools.cache
 def first_update(family, sizes=ONE, rows_per_device=16):
-    """Everything about the first update, on the host."""
+    """Returns the initial parameters, the gradients and the metrics of the first update, on the host."""
     run = compiled(family, sizes, rows_per_device)
     state = fresh(run)
     initial = jax.device_get(state["params"])
@@ -65,7 +68,7 @@ def named_leaves(tree):
 
 
 def assert_same_update(one, other):
-    """Sums of float32 in another order: measured 2e-6 at most."""
+    """Equal up to the order of float32 sums."""
     for name in ("loss", "valid_tokens", "param_norm"):
         np.testing.assert_allclose(one.metrics[name], other.metrics[name], rtol=1e-6, err_msg=name)
     np.testing.assert_allclose(one.metrics["grad_norm"], other.metrics["grad_norm"], rtol=2e-6)
@@ -74,7 +77,7 @@ def assert_same_update(one, other):
 
 
 @families
-# The slow ones are of axes that the third has too.
+# The slow meshes have no axis that the last one does not have.
 @pytest.mark.parametrize(
     "sizes", [*(pytest.param(m, marks=pytest.mark.slow) for m in MESHES[:-1]), MESHES[-1]], ids=str
 )
@@ -86,7 +89,7 @@ def test_every_mesh_computes_the_same(family, sizes):
 
 @families
 def test_the_mesh_splits_parameters(family):
-    """A test of equal results proves nothing if every device held everything."""
+    """Otherwise the tests of equal results would prove nothing."""
     run = compiled(family, (2, 2, 2))
     kernel = run.program.state["params"]["groups"]["block_0"]["mlp"]["up"]["kernel"]
     assert kernel.sharding.shard_shape(kernel.shape) == (kernel.shape[0], kernel.shape[1] // 2, kernel.shape[2] // 2)
@@ -98,8 +101,8 @@ def test_the_mesh_splits_parameters(family):
 
 @families
 @pytest.mark.parametrize(("sizes", "rows_per_device", "parts"), [(ONE, 2, 4), ((2, 2, 2), 1, 2)], ids=str)
-def test_accumulation_weighs_tokens_not_parts(family, sizes, rows_per_device, parts):
-    """Rows hold 1/8 to 8/8 of their tokens: a mean of the parts' means would be off in the second digit."""
+def test_accumulation_weights_tokens_not_parts(family, sizes, rows_per_device, parts):
+    """Between 1/8 and 8/8 of a row's tokens are valid, so a mean of the parts' means would be clearly wrong."""
     assert compiled(family, sizes, rows_per_device).program.accumulation == parts
     assert_same_update(first_update(family), first_update(family, sizes, rows_per_device))
 
@@ -127,7 +130,7 @@ def test_mesh_that_the_devices_do_not_fill(sizes):
 
 
 def run_on_one_batch(family):
-    """Metrics of STEPS updates with the same batch."""
+    """Returns the metrics of STEPS updates on the same batch."""
     run = compiled(family)
     state, records = fresh(run), []
     for _ in range(STEPS):
@@ -137,13 +140,13 @@ def run_on_one_batch(family):
 
 
 @families
-def test_training_is_what_it_was(family):
-    """Two updates: the first sees loss and gradient, the second what the optimizer made of them."""
+def test_training_gives_the_golden_metrics(family):
+    """The first of two updates tests the loss and the gradient, the second one the optimizer."""
     records = run_on_one_batch(family)
     assert records[-1]["loss"] < records[0]["loss"] - 1
     for step, golden in enumerate(json.loads(GOLDEN.read_text())[family]):
         for name, value in golden.items():
-            message = f"{name} of step {step + 1}; if it was meant to change: python -m tests.training.test_step"
+            message = f"{name} of step {step + 1}; if this change is intended, run python -m tests.training.test_step"
             np.testing.assert_allclose(records[step][name], value, rtol=3e-5, err_msg=message)
 
 
@@ -176,7 +179,7 @@ def test_step_that_is_not_finite_changes_nothing(family):
         assert int(state["skipped"]) == int(metrics["skipped"]) == count
     assert_bitwise(state["params"], before["params"])
     assert_bitwise(state["opt_state"], before["opt_state"])
-    assert int(state["step"]) == 3  # batches and the schedule go on
+    assert int(state["step"]) == 3  # batches and the schedule continue
     state, metrics = update(run, state, good)
     assert int(metrics["skipped"]) == 0 and np.isfinite(metrics["loss"])
 
@@ -189,7 +192,7 @@ def test_batches_are_placed_one_ahead_and_all_arrive():
             sent.append(seed)
             yield ragged_batch(run.config, seed=seed)
 
-    with jax.set_mesh(run.mesh):
+    with mesh_lib.use_mesh(run.mesh):
         for seed, batch in enumerate(mesh_lib.placed(batches(), run.mesh)):
             assert len(sent) == min(seed + 2, 4)
             wanted = ragged_batch(run.config, seed=seed)
@@ -210,7 +213,7 @@ def test_poisoned_parameters_are_noticed(family):
 
 @families
 def test_overflow_of_the_update_is_noticed(family):
-    """Loss and gradient are finite, the parameters' norm is not: such a state must not be saved as a good one."""
+    """The loss and the gradient are finite, but not the norm of the parameters: this state must not be kept."""
     run = compiled(family)
     state = fresh(run)
     moments = optax.tree.get(state["opt_state"], "mu")
@@ -232,7 +235,7 @@ NO_DECAY = {
 
 @families
 def test_weight_decay_alone(family):
-    """A batch without a valid token has no gradient: what moves is what decays, by rate x decay."""
+    """A batch without valid tokens has no gradient, so parameters with weight decay change by rate x decay only."""
     run = compiled(family)
     state, _ = update(run, fresh(run), ragged_batch(run.config))  # the second step's rate is above rounding
     state = state | {

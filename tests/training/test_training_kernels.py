@@ -1,4 +1,4 @@
-"""Training with the fast implementations of the Mesa op follows training with the reference, step by step."""
+"""Training with the fast implementations of the Mesa op gives the losses of the reference, step by step."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ STEPS = 12
 
 
 def losses(implementation, *, steps=STEPS, **overrides):
-    """Of a smoke run: each update sees another batch of four that come again and again, so that there is much to learn."""
+    """Returns the losses of a smoke run over four batches in turn, so that it learns much in few steps."""
     config = smoke_config(
         "mesanet",
         {"steps": steps, "model.mesa.implementation": implementation, "data.batch_size": 4, "model.heads": 1}
@@ -25,7 +25,7 @@ def losses(implementation, *, steps=STEPS, **overrides):
 
 @pytest.mark.slow
 def test_chunks_in_float32():
-    """Measured on a CPU: 3e-5 at the last step, rounding that training carries on."""
+    """Training amplifies the rounding differences of the first steps."""
     curve, wanted = losses("xla"), losses("reference")
     assert wanted[-1] < wanted[0] - 0.5
     np.testing.assert_allclose(curve, wanted, atol=2e-4)
@@ -34,10 +34,10 @@ def test_chunks_in_float32():
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, 128])
 def test_the_gpu_kernel_in_bfloat16(size):
-    """The reference with the same bfloat16 keys and queries; what is left is rounding.
+    """The reference has the same bfloat16 keys and queries, so only rounding differs.
 
-    At a learning rate at which training does not magnify it: at the config's own, this run of a few batches is at the edge
-    of stability, and even chunks in float32 end 0.1 nats from the reference (here 0.013 after 40 steps, on a CPU).
+    The learning rate is low enough that training does not amplify it. At the config's own learning rate, training on so
+    few batches is barely stable.
     """
     options = {"model.head_dim": size, "model.compute_dtype": "bfloat16", "optimizer.learning_rate": 3e-4}
     curve, wanted = (losses(name, steps=24, **options) for name in ("pallas_gpu", "reference"))

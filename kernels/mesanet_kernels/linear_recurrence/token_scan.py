@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mesanet_kernels.documents import state_resets
+
 
 def scan_tokens(
     update: Callable, state: Any, inputs: Sequence[jax.Array], segment_ids_BT: jax.Array
@@ -24,7 +26,7 @@ def scan_tokens(
     Returns:
       (the outputs stacked on axis 1, the state after the last token).
     """
-    starts_BT = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1]) != 0
+    starts_BT = state_resets(segment_ids_BT)
 
     def advance(state, token):
         starts_B, *token = token

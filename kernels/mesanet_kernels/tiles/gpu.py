@@ -36,7 +36,7 @@ COMPILER = plgpu.CompilerParams(
 )
 
 
-def lacks(sizes: Iterable[int]) -> str:
+def unsupported_reason(sizes: Iterable[int]) -> str:
     """Returns why these kernels cannot run here with keys and values of these sizes; empty if they can."""
     if jax.default_backend() != "gpu" or jax.devices()[0].compute_capability != "9.0":
         return "needs an NVIDIA Hopper GPU"

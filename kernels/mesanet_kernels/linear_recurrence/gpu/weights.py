@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mesanet_kernels.documents import state_resets
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.linear_recurrence.chunks import ChunkWeights
 from mesanet_kernels.tiles import gpu as tiles
@@ -55,7 +56,7 @@ def gate_cotangents(
 
 def _gates_in_chunks(log_decay_BTH, beta_BTH, segment_ids_BT):
     """Returns (log_decay, beta) [N, B, H, C], where the first token of a document decays everything before it to 0."""
-    begins_BT1 = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])[..., None] != 0
+    begins_BT1 = state_resets(segment_ids_BT)[..., None]
     floor = chunks.LOG_DECAY_FLOOR  # its exponential is 0
     log_decay_BTH = jnp.where(begins_BT1, floor, jnp.maximum(log_decay_BTH, floor))
     return chunks.to_chunks(log_decay_BTH, CHUNK), chunks.to_chunks(beta_BTH, CHUNK)

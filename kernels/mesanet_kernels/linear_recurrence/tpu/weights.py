@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mesanet_kernels.documents import state_resets
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.linear_recurrence.chunks import ChunkWeights
 from mesanet_kernels.tiles import tpu as tiles
@@ -24,7 +25,7 @@ from mesanet_kernels.tiles.tpu import CHUNK, HALF
 
 def chunk_weights_tpu(log_decay_BTH, beta_BTH, segment_ids_BT) -> ChunkWeights:
     """Returns the `ChunkWeights` of a sequence, float32, in chunks of 128; differentiable in decays and input gates."""
-    begins_BT1 = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])[..., None] != 0
+    begins_BT1 = state_resets(segment_ids_BT)[..., None]
     floor = chunks.LOG_DECAY_FLOOR  # its exponential is 0
     log_decay_BTH = jnp.where(begins_BT1, floor, jnp.maximum(log_decay_BTH, floor))
     rows = (chunks.to_chunks(x_BTH, CHUNK)[..., None, :] for x_BTH in (log_decay_BTH, beta_BTH))

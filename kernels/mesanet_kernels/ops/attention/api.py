@@ -3,25 +3,15 @@
 B batch, T time, H query heads, J key heads, K key size, V value size.
 """
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks
+from mesanet_kernels import checks, dispatch
+from mesanet_kernels.dispatch import PlatformKernel
 from mesanet_kernels.ops.attention import cudnn, reference, xla
 from mesanet_kernels.ops.attention.cache import default_scale
 from mesanet_kernels.ops.attention.sequence_parallel import attention as attention_on_span
 from mesanet_kernels.partition import time_axes
 from mesanet_kernels.sequence_parallel import split
-
-
-def _automatic(options, q, k, v, segment_ids):
-    """By the platform that is lowered for, which need not be the one that traces."""
-    default = partial(_xla, options)
-    if cudnn.lacks(options, q, k, v):
-        return default(q, k, v, segment_ids)
-    return jax.lax.platform_dependent(q, k, v, segment_ids, cuda=partial(cudnn.attention, options), default=default)
 
 
 def _xla(options, *arrays):
@@ -34,6 +24,8 @@ def _xla(options, *arrays):
 
 
 IMPLEMENTATIONS = {"reference": reference.attention, "xla": _xla, "cudnn": cudnn.attention}
+# What None prefers on each platform, if the kernel supports the call.
+KERNELS = {"cuda": PlatformKernel(cudnn.attention, cudnn.unsupported_reason)}
 
 
 def attention(q, k, v, *, window=None, segment_ids=None, scale=None, implementation=None):
@@ -53,7 +45,9 @@ def attention(q, k, v, *, window=None, segment_ids=None, scale=None, implementat
     Raises:
       ValueError: shapes or dtypes that do not fit. NotImplementedError: the implementation lacks what is asked.
     """
-    run = checks.choose("attention", implementation, IMPLEMENTATIONS | {None: _automatic}, best=None)
+    run = dispatch.choose(
+        "attention", implementation, IMPLEMENTATIONS, default=_xla, kernels=KERNELS, static_arguments=1
+    )
     sizes = checks.check_shapes("attention", {"q": (q, "BTHK"), "k": (k, "BTJK"), "v": (v, "BTJV")})
     checks.check_dtypes("attention", jnp.floating, {"q": q, "k": k, "v": v})
     checks.check_groups("attention", sizes)

@@ -10,8 +10,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks
+from mesanet_kernels import checks, dispatch
 from mesanet_kernels.ops.attention.masked import masked_attention
+from mesanet_kernels.ops.attention.reference import attend_visible
+
+CACHED_IMPLEMENTATIONS = {"reference": attend_visible, "xla": masked_attention}
 
 
 class AttentionState(NamedTuple):
@@ -33,7 +36,7 @@ def init_attention_state(batch, kv_heads, size, head_dim, v_dim, dtype) -> Atten
     )
 
 
-def attention_extend(q, k, v, state, *, window=None, scale=None):
+def attention_extend(q, k, v, state, *, window=None, scale=None, implementation=None):
     """`attention` over T more tokens of a text whose earlier keys and values are in `state`.
 
     A token sees itself and the earlier ones: the last `window`, and never more than S, the state's size
@@ -43,13 +46,16 @@ def attention_extend(q, k, v, state, *, window=None, scale=None):
       q: [B, T, H, K]; k: [B, T, J, K]; v: [B, T, J, V], H % J == 0. T may exceed S.
       state: from `init_attention_state` or an earlier call.
       window, scale: as in `attention`.
+      implementation: "reference", "xla", or None for "xla".
 
     Returns:
       (o [B, T, H, V] in v's dtype, new state).
 
     Raises:
       ValueError: shapes that do not fit.
+      NotImplementedError: there is no such implementation.
     """
+    attend = dispatch.choose("attention_extend", implementation, CACHED_IMPLEMENTATIONS, default=masked_attention)
     _check("attention_extend", "BTHK", "BTJK", "BTJV", q, k, v, state, window)
     length, size = q.shape[1], state.positions.shape[0]
     positions_T = state.next_position + jnp.arange(length, dtype=jnp.int32)
@@ -58,24 +64,23 @@ def attention_extend(q, k, v, state, *, window=None, scale=None):
         jnp.concatenate([old, new.astype(old.dtype)], axis=1) for old, new in ((state.keys, k), (state.values, v))
     )
     visible_1TS = _visible(positions_T, seen_positions_S, window, size)
-    o = masked_attention(q, seen_k.astype(k.dtype), seen_v.astype(v.dtype), visible_1TS, scale=default_scale(q, scale))
+    o = attend(q, seen_k.astype(k.dtype), seen_v.astype(v.dtype), visible_1TS, scale=default_scale(q, scale))
     return o.astype(v.dtype), _store(state, k, v, positions_T)
 
 
-def attention_step(q, k, v, state, *, window=None, scale=None):
+def attention_step(q, k, v, state, *, window=None, scale=None, implementation=None):
     """One token of `attention_extend`, without a copy of the state: q [B,H,K], k [B,J,K], v [B,J,V].
 
     Returns:
       (o [B, H, V] in v's dtype, new state).
     """
+    attend = dispatch.choose("attention_step", implementation, CACHED_IMPLEMENTATIONS, default=masked_attention)
     _check("attention_step", "BHK", "BJK", "BJV", q, k, v, state, window)
     q, k, v = (x[:, None] for x in (q, k, v))
     position_1 = state.next_position[None]
     state = _store(state, k, v, position_1)
     visible_11S = _visible(position_1, state.positions, window, state.positions.shape[0])
-    o = masked_attention(
-        q, state.keys.astype(k.dtype), state.values.astype(v.dtype), visible_11S, scale=default_scale(q, scale)
-    )
+    o = attend(q, state.keys.astype(k.dtype), state.values.astype(v.dtype), visible_11S, scale=default_scale(q, scale))
     return o[:, 0].astype(v.dtype), state
 
 

@@ -9,7 +9,7 @@ B batch, T time, H query heads, J key heads, K key size, V value size.
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels.checks import require
+from mesanet_kernels.dispatch import require
 from mesanet_kernels.partition import time_axes
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -17,7 +17,7 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 
 def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
     """Raises NotImplementedError where cuDNN lacks what the call needs."""
-    require("attention", "cudnn", lacks(options, q_BTHK, k_BTJK, v_BTJV))
+    require("attention", "cudnn", unsupported_reason(options, q_BTHK, k_BTJK, v_BTJV))
     mask_B1TT = None
     if not options.one_document:
         mask_B1TT = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])[:, None]
@@ -35,8 +35,8 @@ def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
     )
 
 
-def lacks(options, q_BTHK, k_BTJK, v_BTJV):
-    """What the call needs and cuDNN has not, as the end of a sentence; "" where it can do it."""
+def unsupported_reason(options, q_BTHK, k_BTJK, v_BTJV, *_):
+    """Why cuDNN cannot run this call; empty if it can."""
     dtypes = {q_BTHK.dtype, k_BTJK.dtype, v_BTJV.dtype}
     key_size, value_size = q_BTHK.shape[-1], v_BTJV.shape[-1]
     reasons = {

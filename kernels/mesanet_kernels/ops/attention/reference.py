@@ -1,6 +1,6 @@
 """Causal attention as it is defined, all scores at once.
 
-B batch, T time, H query heads = J key heads x G queries a key head, K key size, V value size.
+B batch, T time, S keys, H query heads = J key heads x G queries a key head, K key size, V value size.
 """
 
 import jax
@@ -10,14 +10,23 @@ from mesanet_kernels.checks import accumulation_dtype
 
 
 def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
-    dtype = accumulation_dtype(q_BTHK, k_BTJK, v_BTJV)
-    groups, length = q_BTHK.shape[2] // k_BTJK.shape[2], q_BTHK.shape[1]
-    k_BTHK, v_BTHV = (jnp.repeat(x.astype(dtype), groups, axis=2) for x in (k_BTJK, v_BTJV))
+    length = q_BTHK.shape[1]
     age_TT = jnp.arange(length)[:, None] - jnp.arange(length)
     visible_TT = (age_TT >= 0) & (age_TT < (options.window or length))
-    visible_B1TT = (visible_TT & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]))[:, None]
-    scores_BHTT = options.scale * jnp.einsum(
-        "bthk,bshk->bhts", q_BTHK.astype(dtype), k_BTHK, precision=jax.lax.Precision.HIGHEST
+    visible_BTT = visible_TT & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
+    return attend_visible(q_BTHK, k_BTJK, v_BTJV, visible_BTT, scale=options.scale).astype(v_BTJV.dtype)
+
+
+def attend_visible(q_BTHK, k_BSJK, v_BSJV, visible_BTS, *, scale):
+    """Returns o [B, T, H, V] in the accumulation dtype: softmax attention over the keys that each query may see.
+
+    Takes the arguments of `masked.masked_attention`.
+    """
+    dtype = accumulation_dtype(q_BTHK, k_BSJK, v_BSJV)
+    groups = q_BTHK.shape[2] // k_BSJK.shape[2]
+    k_BSHK, v_BSHV = (jnp.repeat(x.astype(dtype), groups, axis=2) for x in (k_BSJK, v_BSJV))
+    scores_BHTS = scale * jnp.einsum(
+        "bthk,bshk->bhts", q_BTHK.astype(dtype), k_BSHK, precision=jax.lax.Precision.HIGHEST
     )
-    probs_BHTT = jax.nn.softmax(jnp.where(visible_B1TT, scores_BHTT, -jnp.inf), axis=-1)
-    return jnp.einsum("bhts,bshv->bthv", probs_BHTT, v_BTHV, precision=jax.lax.Precision.HIGHEST).astype(v_BTJV.dtype)
+    probs_BHTS = jax.nn.softmax(jnp.where(visible_BTS[:, None], scores_BHTS, -jnp.inf), axis=-1)
+    return jnp.einsum("bhts,bshv->bthv", probs_BHTS, v_BSHV, precision=jax.lax.Precision.HIGHEST)

@@ -5,28 +5,20 @@ B batch, T time, D channels, W taps.
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, sequence_parallel
+from mesanet_kernels import checks, dispatch, sequence_parallel
+from mesanet_kernels.dispatch import PlatformKernel
 from mesanet_kernels.ops.causal_conv1d import pallas_gpu, reference, xla
 from mesanet_kernels.ops.causal_conv1d.sequence_parallel import MEMORY
-
-
-def _automatic(activation, x, w, *rest):
-    """By the platform that is lowered for, which need not be the one that traces; short rows would fill no span."""
-    default = partial(xla.causal_conv1d, activation)
-    if pallas_gpu.lacks(x, w) or x.shape[1] < pallas_gpu.SPAN:
-        return default(x, w, *rest)
-    kernels = partial(pallas_gpu.causal_conv1d, activation)
-    return jax.lax.platform_dependent(x, w, *rest, cuda=kernels, default=default)
-
 
 IMPLEMENTATIONS = {
     "reference": reference.causal_conv1d,
     "xla": xla.causal_conv1d,
     "pallas_gpu": pallas_gpu.causal_conv1d,
 }
+# What None prefers on each platform, if the kernel supports the call.
+KERNELS = {"cuda": PlatformKernel(pallas_gpu.causal_conv1d, pallas_gpu.unsupported_reason, pallas_gpu.SPAN)}
 
 
 def causal_conv1d(x, w, bias=None, *, activation=None, segment_ids=None, initial_state=None, implementation=None):
@@ -52,7 +44,9 @@ def causal_conv1d(x, w, bias=None, *, activation=None, segment_ids=None, initial
       ValueError: shapes, dtypes or an activation that do not fit.
       NotImplementedError: the implementation lacks what is asked.
     """
-    run = checks.choose("causal_conv1d", implementation, IMPLEMENTATIONS | {None: _automatic}, best=None)
+    run = dispatch.choose(
+        "causal_conv1d", implementation, IMPLEMENTATIONS, default=xla.causal_conv1d, kernels=KERNELS, static_arguments=1
+    )
     sizes = checks.check_shapes("causal_conv1d", {"x": (x, "BTD"), "w": (w, "WD"), "bias": (bias, "D")})
     segment_ids = checks.segments("causal_conv1d", segment_ids, sizes)
     checks.check_dtypes("causal_conv1d", jnp.floating, {"x": x, "w": w, "bias": bias, "initial_state": initial_state})

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mesanet_kernels.checks import require
+from mesanet_kernels.dispatch import require
 from mesanet_kernels.ops.causal_conv1d import xla
 from mesanet_kernels.partition import on_a_device, partitioned
 from mesanet_kernels.tiles import gpu as tiles
@@ -32,21 +32,21 @@ TAPS = range(2, 9)
 
 def causal_conv1d(activation, x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT):
     """As `api.causal_conv1d`. Raises NotImplementedError where the kernel lacks what the call needs."""
-    require("causal_conv1d", "pallas_gpu", lacks(x_BTD, w_WD))
+    require("causal_conv1d", "pallas_gpu", unsupported_reason(activation, x_BTD, w_WD))
     y_BTD = _convolve(activation, x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT)
     # Not of `_convolve`: where nobody uses the last inputs, no gradient of theirs is added to all of dx.
     return y_BTD, xla.last_inputs(x_BTD, tail_BXD, segment_ids_BT)
 
 
-def lacks(x_BTD, w_WD):
-    """What the call needs and the kernel has not, as the end of a sentence; "" where it can do it."""
+def unsupported_reason(activation, x_BTD, w_WD, *_):
+    """Why the kernel cannot run this call; empty if it can."""
     if jnp.float64 in (x_BTD.dtype, w_WD.dtype):
         return "has no float64"
     if on_a_device("H", x_BTD.shape[-1]) < THREADS:
         return f"needs at least {THREADS} channels on a device"
     if w_WD.shape[0] not in TAPS:
         return f"needs {TAPS[0]} to {TAPS[-1]} taps"
-    return tiles.lacks(())
+    return tiles.unsupported_reason(())
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

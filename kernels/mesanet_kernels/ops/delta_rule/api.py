@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, sequence_parallel
+from mesanet_kernels import checks, dispatch, sequence_parallel
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.delta_rule import reference, xla
 from mesanet_kernels.ops.delta_rule.sequence_parallel import advance, summarise
@@ -53,7 +53,7 @@ def delta_rule(
       ValueError: shapes or dtypes that do not fit.
       NotImplementedError: there is no such implementation.
     """
-    run = checks.choose("delta_rule", implementation, IMPLEMENTATIONS, best="xla")
+    run = dispatch.choose("delta_rule", implementation, IMPLEMENTATIONS, default=xla.delta_rule_xla)
     sizes = _check_arrays("delta_rule", "BTH", q, k, v, beta, log_decay, initial_state)
     segment_ids = checks.segments("delta_rule", segment_ids, sizes)
     checks.check_positive("delta_rule", chunk_size=chunk_size)

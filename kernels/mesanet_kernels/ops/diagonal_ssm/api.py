@@ -7,7 +7,7 @@ from functools import partial
 
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, sequence_parallel
+from mesanet_kernels import checks, dispatch, sequence_parallel
 from mesanet_kernels.ops.diagonal_ssm import fft, reference, xla
 from mesanet_kernels.ops.diagonal_ssm.sequence_parallel import advance, summarise
 
@@ -45,7 +45,7 @@ def diagonal_ssm(
     Raises:
       ValueError: shapes or dtypes that do not fit. NotImplementedError: the implementation lacks what is asked.
     """
-    run = checks.choose("diagonal_ssm", implementation, IMPLEMENTATIONS, best="xla")
+    run = dispatch.choose("diagonal_ssm", implementation, IMPLEMENTATIONS, default=xla.diagonal_ssm)
     arrays = dict(u=u, c_re=c_re, c_im=c_im, log_frequency=log_frequency, log_rate=log_rate, skip=skip)
     sizes = _check_arrays("diagonal_ssm", "BTH", arrays, initial_state)
     if implementation == "fft" and segment_ids is not None:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
+from mesanet_kernels.documents import state_resets
 from mesanet_kernels.linear_recurrence.chunks import product
 from mesanet_kernels.ops.diagonal_ssm.discretise import expm1, zero_order_hold
 from mesanet_kernels.recompute import recomputed
@@ -39,7 +40,7 @@ class System(NamedTuple):
 def diagonal_ssm(chunk, u_BTH, log_rate_N, log_frequency_N, c_re_HN, c_im_HN, skip_H, state, segment_ids_BT):
     """Returns (y [B,T,H], final state); `api.diagonal_ssm` says what each argument is."""
     dtype, length = accumulation_dtype(u_BTH), u_BTH.shape[1]
-    starts_BT = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1]) != 0
+    starts_BT = state_resets(segment_ids_BT)
     system = partial(_system, log_rate_N, log_frequency_N, jax.lax.complex(c_re_HN, c_im_HN), skip_H)
     state_BHN, outputs = jax.lax.complex(*state), []
     for begin, end, size, chunks in _spans(length, chunk):

@@ -8,34 +8,26 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, sequence_parallel
+from mesanet_kernels import checks, dispatch, sequence_parallel
+from mesanet_kernels.dispatch import PlatformKernel
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.gated_linear_attention import pallas_gpu, pallas_tpu, reference, xla
 from mesanet_kernels.ops.gated_linear_attention.sequence_parallel import MEMORY
-
-# What None chooses on a platform, where it can do what the call needs.
-KERNELS = {
-    "cuda": (pallas_gpu.gated_linear_attention_pallas_gpu, pallas_gpu),
-    "tpu": (pallas_tpu.gated_linear_attention_pallas_tpu, pallas_tpu),
-}
-
-
-def _automatic(chunk, q, k, v, log_decay, *rest):
-    """By the platform that is lowered for, which need not be the one that traces; short rows would fill no chunk."""
-    run = {
-        platform: partial(function, chunk)
-        for platform, (function, kernel) in KERNELS.items()
-        if not kernel.lacks(q, k, v, log_decay) and q.shape[1] >= kernel.CHUNK
-    }
-    default = partial(xla.gated_linear_attention_xla, chunk)
-    return jax.lax.platform_dependent(q, k, v, log_decay, *rest, **run, default=default)
-
 
 IMPLEMENTATIONS = {
     "reference": reference.gated_linear_attention_reference,
     "xla": xla.gated_linear_attention_xla,
     "pallas_gpu": pallas_gpu.gated_linear_attention_pallas_gpu,
     "pallas_tpu": pallas_tpu.gated_linear_attention_pallas_tpu,
+}
+# What None prefers on each platform, if the kernel supports the call.
+KERNELS = {
+    "cuda": PlatformKernel(
+        pallas_gpu.gated_linear_attention_pallas_gpu, pallas_gpu.unsupported_reason, pallas_gpu.CHUNK
+    ),
+    "tpu": PlatformKernel(
+        pallas_tpu.gated_linear_attention_pallas_tpu, pallas_tpu.unsupported_reason, pallas_tpu.CHUNK
+    ),
 }
 
 
@@ -78,7 +70,14 @@ def gated_linear_attention(
       ValueError: shapes or dtypes that do not fit.
       NotImplementedError: there is no such implementation, or it cannot run this call.
     """
-    run = checks.choose("gated_linear_attention", implementation, IMPLEMENTATIONS | {None: _automatic}, best=None)
+    run = dispatch.choose(
+        "gated_linear_attention",
+        implementation,
+        IMPLEMENTATIONS,
+        default=xla.gated_linear_attention_xla,
+        kernels=KERNELS,
+        static_arguments=1,
+    )
     sizes = _check_arrays("gated_linear_attention", "BTH", q, k, v, log_decay, beta, initial_state)
     segment_ids = checks.segments("gated_linear_attention", segment_ids, sizes)
     checks.check_positive("gated_linear_attention", chunk_size=chunk_size)

@@ -5,7 +5,7 @@ B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value siz
 
 import jax.numpy as jnp
 
-from mesanet_kernels.checks import require
+from mesanet_kernels.dispatch import require
 from mesanet_kernels.linear_recurrence.gpu import recurrence
 from mesanet_kernels.linear_recurrence.gpu.gradients import RecurrenceInputsGpu, gradients_gpu
 from mesanet_kernels.linear_recurrence.gpu.readout import readout_gpu
@@ -17,23 +17,22 @@ CHUNK = tiles.CHUNK
 
 
 def gated_linear_attention_pallas_gpu(chunk, *inputs):
-    """Returns (o [B, T, H, V], final state [B, H, K, V]) with the arguments of the api, in chunks of 64.
+    """Returns (o [B, T, H, V], final state [B, H, K, V]), in chunks of 64; the arguments are those of the api.
 
     Raises:
       NotImplementedError: the kernels cannot run this call.
     """
-    del chunk
-    require("gated_linear_attention", "pallas_gpu", lacks(*inputs[:4]))
+    require("gated_linear_attention", "pallas_gpu", unsupported_reason(chunk, *inputs))
     return differentiable.gated_linear_attention_from_kernels(KERNELS, *inputs)
 
 
-def lacks(q_BTHK, k_BTHK, v_BTHV, log_decay):
-    """Returns why the kernels cannot run this call, as the end of a sentence; empty if they can."""
+def unsupported_reason(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay, *_):
+    """Why the kernels cannot run this call; empty if they can."""
     if log_decay.ndim == 4:
         return "needs one decay per head, not one per key channel"
     if any(x.dtype != jnp.bfloat16 for x in (q_BTHK, k_BTHK, v_BTHV)):
         return "needs q, k and v in bfloat16"
-    return tiles.lacks((k_BTHK.shape[-1], v_BTHV.shape[-1]))
+    return tiles.unsupported_reason((k_BTHK.shape[-1], v_BTHV.shape[-1]))
 
 
 def _forward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV):

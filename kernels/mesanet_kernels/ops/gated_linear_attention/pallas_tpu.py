@@ -5,7 +5,7 @@ B batch, T time, H heads, K key size, V value size.
 
 import jax.numpy as jnp
 
-from mesanet_kernels.checks import require
+from mesanet_kernels.dispatch import require
 from mesanet_kernels.linear_recurrence.tpu.forward import forward_tpu
 from mesanet_kernels.linear_recurrence.tpu.gradients import RecurrenceInputsTpu, gradients_tpu
 from mesanet_kernels.linear_recurrence.tpu.states import states_tpu
@@ -20,18 +20,17 @@ SIZES = (64, 128, 192, 256)
 
 
 def gated_linear_attention_pallas_tpu(chunk, *inputs):
-    """Returns (o [B, T, H, V], final state [B, H, K, V]) with the arguments of the api, in chunks of 128.
+    """Returns (o [B, T, H, V], final state [B, H, K, V]), in chunks of 128; the arguments are those of the api.
 
     Raises:
       NotImplementedError: the kernels cannot run this call.
     """
-    del chunk
-    require("gated_linear_attention", "pallas_tpu", lacks(*inputs[:4]))
+    require("gated_linear_attention", "pallas_tpu", unsupported_reason(chunk, *inputs))
     return differentiable.gated_linear_attention_from_kernels(KERNELS, *inputs)
 
 
-def lacks(q_BTHK, k_BTHK, v_BTHV, log_decay):
-    """Returns why the kernels cannot run this call, as the end of a sentence; empty if they can."""
+def unsupported_reason(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay, *_):
+    """Why the kernels cannot run this call; empty if they can."""
     arrays = q_BTHK, k_BTHK, v_BTHV
     reasons = {
         "needs one decay per head, not one per key channel": log_decay.ndim == 4,

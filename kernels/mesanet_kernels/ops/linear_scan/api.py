@@ -3,34 +3,23 @@
 B batch, T time, D channels.
 """
 
-import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, sequence_parallel
+from mesanet_kernels import checks, dispatch, sequence_parallel
+from mesanet_kernels.dispatch import PlatformKernel
 from mesanet_kernels.ops.linear_scan import pallas_gpu, pallas_tpu, reference, xla
 from mesanet_kernels.ops.linear_scan.sequence_parallel import MEMORY
-
-KERNELS = {
-    "cuda": (pallas_gpu, pallas_gpu.TURN),
-    "tpu": (pallas_tpu, pallas_tpu.ROWS),
-}  # and their shortest rows
-
-
-def _automatic(x, a, *rest):
-    """By the platform that is lowered for, which need not be the one that traces."""
-    run = {
-        platform: kernel.linear_scan
-        for platform, (kernel, least) in KERNELS.items()
-        if not kernel.lacks(x, a) and x.shape[1] >= least
-    }
-    return jax.lax.platform_dependent(x, a, *rest, **run, default=xla.linear_scan)
-
 
 IMPLEMENTATIONS = {
     "reference": reference.linear_scan,
     "xla": xla.linear_scan,
     "pallas_gpu": pallas_gpu.linear_scan,
     "pallas_tpu": pallas_tpu.linear_scan,
+}
+# What None prefers on each platform, if the kernel supports the call.
+KERNELS = {
+    "cuda": PlatformKernel(pallas_gpu.linear_scan, pallas_gpu.unsupported_reason, pallas_gpu.TURN),
+    "tpu": PlatformKernel(pallas_tpu.linear_scan, pallas_tpu.unsupported_reason, pallas_tpu.ROWS),
 }
 
 
@@ -55,7 +44,9 @@ def linear_scan(x, a, *, segment_ids=None, initial_state=None, implementation=No
     Raises:
       ValueError: shapes or dtypes that do not fit. NotImplementedError: the implementation lacks what is asked.
     """
-    run = checks.choose("linear_scan", implementation, IMPLEMENTATIONS | {None: _automatic}, best=None)
+    run = dispatch.choose(
+        "linear_scan", implementation, IMPLEMENTATIONS, default=xla.linear_scan, kernels=KERNELS, static_arguments=0
+    )
     sizes = _check_arrays("linear_scan", "BTD", x, a, initial_state)
     segment_ids = checks.segments("linear_scan", segment_ids, sizes)
     dtype = checks.accumulation_dtype(x, a)

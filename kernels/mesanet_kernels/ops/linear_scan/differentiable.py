@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
+from mesanet_kernels.documents import state_resets
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -45,4 +46,4 @@ linear_scan.defvjp(_forward, _backward)
 
 def starts(segment_ids_BT):
     """Whether a token begins a document inside the row, [B, T, 1]."""
-    return jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])[..., None] != 0
+    return state_resets(segment_ids_BT)[..., None]

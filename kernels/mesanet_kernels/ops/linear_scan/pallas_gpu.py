@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mesanet_kernels.checks import require
+from mesanet_kernels.dispatch import require
 from mesanet_kernels.ops.linear_scan.differentiable import starts
 from mesanet_kernels.partition import partitioned
 from mesanet_kernels.tiles import gpu as tiles
@@ -27,17 +27,17 @@ LANES = plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=1)
 
 def linear_scan(x_BTD, a_BTD, state_BD, segment_ids_BT):
     """As `api.linear_scan`. Raises NotImplementedError where the kernel lacks what the call needs."""
-    require("linear_scan", "pallas_gpu", lacks(x_BTD, a_BTD))
+    require("linear_scan", "pallas_gpu", unsupported_reason(x_BTD, a_BTD))
     return _scan(x_BTD, a_BTD, state_BD, starts(segment_ids_BT)[..., 0].astype(jnp.int32))
 
 
-def lacks(x_BTD, a_BTD):
-    """What the call needs and the kernel has not, as the end of a sentence; "" where it can do it."""
+def unsupported_reason(x_BTD, a_BTD, *_):
+    """Why the kernel cannot run this call; empty if it can."""
     if jnp.float64 in (x_BTD.dtype, a_BTD.dtype):
         return "has no float64"
     if x_BTD.shape[-1] < CHANNELS or x_BTD.shape[-1] % ALIGNED:
         return f"needs at least {CHANNELS} channels, a multiple of {ALIGNED}"
-    return tiles.lacks(())
+    return tiles.unsupported_reason(())
 
 
 @jax.custom_vjp

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from mesanet_kernels.checks import require
+from mesanet_kernels.dispatch import require
 from mesanet_kernels.linear_recurrence.chunks import pad_time
 from mesanet_kernels.ops.linear_scan import differentiable
 from mesanet_kernels.partition import partitioned
@@ -23,12 +23,12 @@ CHANNELS = (512, 256, 128)  # of a block, the most that divide D; all where none
 
 def linear_scan(x_BTD, a_BTD, state_BD, segment_ids_BT):
     """As `api.linear_scan`. Raises NotImplementedError where the kernel lacks what the call needs."""
-    require("linear_scan", "pallas_tpu", lacks(x_BTD, a_BTD))
+    require("linear_scan", "pallas_tpu", unsupported_reason(x_BTD, a_BTD))
     return differentiable.linear_scan(scan, x_BTD, a_BTD, state_BD, segment_ids_BT)
 
 
-def lacks(x_BTD, a_BTD):
-    """What the call needs and the kernel has not, as the end of a sentence; "" where it can do it."""
+def unsupported_reason(x_BTD, a_BTD, *_):
+    """Why the kernel cannot run this call; empty if it can."""
     return "has no float64" if jnp.float64 in (x_BTD.dtype, a_BTD.dtype) else ""
 
 

@@ -9,26 +9,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, sequence_parallel
+from mesanet_kernels import checks, dispatch, sequence_parallel
+from mesanet_kernels.dispatch import PlatformKernel
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.mesa import pallas_gpu, pallas_tpu, reference, step_gpu, xla
 from mesanet_kernels.ops.mesa.options import MESA_SOLUTION as MESA_SOLUTION  # public
 from mesanet_kernels.ops.mesa.options import MesaOptions
 from mesanet_kernels.ops.mesa.sequence_parallel import MEMORY
-
-# What None chooses on a platform, where it can do what the call needs.
-KERNELS = {"cuda": (pallas_gpu.mesa_pallas_gpu, pallas_gpu), "tpu": (pallas_tpu.mesa_pallas_tpu, pallas_tpu)}
-
-
-def _automatic(options, q, k, v, *rest):
-    """By the platform that is lowered for, which need not be the one that traces; short rows would fill no chunk."""
-    run = {
-        platform: partial(function, options)
-        for platform, (function, kernel) in KERNELS.items()
-        if not kernel.lacks(options, q, k, v) and q.shape[1] >= kernel.CHUNK
-    }
-    return jax.lax.platform_dependent(q, k, v, *rest, **run, default=partial(xla.mesa_xla, options))
-
 
 IMPLEMENTATIONS = {
     "reference": reference.mesa_reference,
@@ -36,6 +23,13 @@ IMPLEMENTATIONS = {
     "pallas_gpu": pallas_gpu.mesa_pallas_gpu,
     "pallas_tpu": pallas_tpu.mesa_pallas_tpu,
 }
+# What None prefers on each platform, if the kernel supports the call.
+KERNELS = {
+    "cuda": PlatformKernel(pallas_gpu.mesa_pallas_gpu, pallas_gpu.unsupported_reason, pallas_gpu.CHUNK),
+    "tpu": PlatformKernel(pallas_tpu.mesa_pallas_tpu, pallas_tpu.unsupported_reason, pallas_tpu.CHUNK),
+}
+# Decoding has one kernel, a single launch for one token; the other implementations run a row of one token.
+STEP_KERNELS = {"cuda": PlatformKernel(step_gpu.mesa_step_pallas_gpu, step_gpu.unsupported_reason)}
 SOLVERS = ("cg", "pcg")
 
 
@@ -108,7 +102,9 @@ def mesa(
       ValueError: shapes, dtypes or options that do not fit.
       NotImplementedError: there is no such implementation or solver, or the implementation cannot run this call.
     """
-    run = checks.choose("mesa", implementation, IMPLEMENTATIONS | {None: _automatic}, best=None)
+    run = dispatch.choose(
+        "mesa", implementation, IMPLEMENTATIONS, default=xla.mesa_xla, kernels=KERNELS, static_arguments=1
+    )
     _check_solver("mesa", solver, max_iters, tol)
     sizes = _check_arrays("mesa", "BTH", q, k, v, log_decay, beta, lam, initial_state)
     segment_ids = checks.segments("mesa", segment_ids, sizes)
@@ -167,31 +163,36 @@ def mesa_step(
     _check_solver("mesa_step", solver, max_iters, tol)
     options = MesaOptions(solver, max_iters, float(tol), chunk=1)
     arrays = q, k, v, log_decay, beta, lam, *state
-    one_kernel = partial(step_gpu.mesa_step_pallas_gpu, options)
 
-    def one_token_row(q, k, v, log_decay, beta, lam, *state):
-        """Returns the step by way of `mesa` on a row of one token."""
-        q, k, v, log_decay, beta = (x[:, None] for x in (q, k, v, log_decay, beta))
-        o, state, iterations = mesa(
-            q,
-            k,
-            v,
-            log_decay,
-            beta,
-            lam,
-            initial_state=state,
-            max_iters=max_iters,
-            tol=tol,
-            solver=solver,
-            implementation=implementation,
-        )
-        return o[:, 0], state, iterations[:, 0]
+    table = {name: partial(_run_one_token, name) for name in IMPLEMENTATIONS}
+    run = dispatch.choose(
+        "mesa_step",
+        implementation,
+        table | {"pallas_gpu": step_gpu.mesa_step_pallas_gpu},
+        default=partial(_run_one_token, None),
+        kernels=STEP_KERNELS,
+        static_arguments=1,
+    )
+    return MesaOutput(*run(options, *arrays))
 
-    if implementation == "pallas_gpu":
-        return MesaOutput(*one_kernel(*arrays))
-    if implementation is None and not step_gpu.lacks(options, k, v, *state):
-        return MesaOutput(*jax.lax.platform_dependent(*arrays, cuda=one_kernel, default=one_token_row))
-    return MesaOutput(*one_token_row(*arrays))
+
+def _run_one_token(implementation, options, q, k, v, log_decay, beta, lam, *state):
+    """Returns (o, state, iterations) of `mesa_step` by way of `mesa` on a row of one token."""
+    q, k, v, log_decay, beta = (x[:, None] for x in (q, k, v, log_decay, beta))
+    o, state, iterations = mesa(
+        q,
+        k,
+        v,
+        log_decay,
+        beta,
+        lam,
+        initial_state=state,
+        max_iters=options.max_iters,
+        tol=options.tol,
+        solver=options.solver,
+        implementation=implementation,
+    )
+    return o[:, 0], state, iterations[:, 0]
 
 
 def _check_arrays(op, rows, q, k, v, log_decay, beta, lam, state):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import optimization_barrier as barrier
 
-from mesanet_kernels.checks import require
+from mesanet_kernels.dispatch import require
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.linear_recurrence.chunks import ChunkWeights
 from mesanet_kernels.linear_recurrence.gpu import recurrence
@@ -33,23 +33,25 @@ LARGEST_STATE = 2.0**14  # largest entry of a state in float16; leaves room for 
 
 
 def mesa_pallas_gpu(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
-    """Returns (o [B, T, H, V], (h_kk, h_kv), iterations [B, T, H]) with the arguments of `api.mesa`, in chunks of 64.
+    """Returns (o [B, T, H, V], (h_kk, h_kv), iterations [B, T, H]) with the arguments of `api.mesa`.
+
+    It computes in chunks of 64.
 
     Raises:
       NotImplementedError: the kernels cannot run this call.
     """
-    require("mesa", "pallas_gpu", lacks(options, q_BTHK, k_BTHK, v_BTHV))
+    require("mesa", "pallas_gpu", unsupported_reason(options, q_BTHK, k_BTHK, v_BTHV))
     arrays = q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT
     return differentiable.mesa_from_kernels(KERNELS, options, *arrays)
 
 
-def lacks(options, q_BTHK, k_BTHK, v_BTHV):
-    """Returns why the kernels cannot run this call, as the end of a sentence; empty if they can."""
+def unsupported_reason(options, q_BTHK, k_BTHK, v_BTHV, *_):
+    """Why the kernels cannot run this call; empty if they can."""
     if options.solver != "cg":
         return f"has no solver {options.solver!r}"
     if any(x.dtype != jnp.bfloat16 for x in (q_BTHK, k_BTHK, v_BTHV)):
         return "needs q, k and v in bfloat16"
-    return tiles.lacks((k_BTHK.shape[-1], v_BTHV.shape[-1]))
+    return tiles.unsupported_reason((k_BTHK.shape[-1], v_BTHV.shape[-1]))
 
 
 class ScaledSystems(NamedTuple):

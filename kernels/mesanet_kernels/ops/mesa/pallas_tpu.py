@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from mesanet_kernels.checks import require
+from mesanet_kernels.dispatch import require
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.linear_recurrence.tpu.forward import forward_tpu
 from mesanet_kernels.linear_recurrence.tpu.gradients import RecurrenceInputsTpu, gradients_tpu
@@ -30,18 +30,20 @@ SIZES = (64, 128)
 
 
 def mesa_pallas_tpu(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
-    """Returns (o [B, T, H, V], (h_kk, h_kv), iterations [B, T, H]) with the arguments of `api.mesa`, in chunks of 128.
+    """Returns (o [B, T, H, V], (h_kk, h_kv), iterations [B, T, H]) with the arguments of `api.mesa`.
+
+    It computes in chunks of 128.
 
     Raises:
       NotImplementedError: the kernels cannot run this call.
     """
-    require("mesa", "pallas_tpu", lacks(options, q_BTHK, k_BTHK, v_BTHV))
+    require("mesa", "pallas_tpu", unsupported_reason(options, q_BTHK, k_BTHK, v_BTHV))
     arrays = q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT
     return differentiable.mesa_from_kernels(KERNELS, options, *arrays)
 
 
-def lacks(options, q_BTHK, k_BTHK, v_BTHV):
-    """Returns why the kernels cannot run this call, as the end of a sentence; empty if they can."""
+def unsupported_reason(options, q_BTHK, k_BTHK, v_BTHV, *_):
+    """Why the kernels cannot run this call; empty if they can."""
     arrays = q_BTHK, k_BTHK, v_BTHV
     reasons = {
         f"has no solver {options.solver!r}": options.solver != "cg",

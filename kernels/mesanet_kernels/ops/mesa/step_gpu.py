@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mesanet_kernels.checks import require
+from mesanet_kernels.dispatch import require
 from mesanet_kernels.ops.mesa import xla
 from mesanet_kernels.ops.mesa.solver import ROUNDING, divide_positive
 from mesanet_kernels.partition import partitioned
@@ -30,9 +30,13 @@ def mesa_step_pallas_gpu(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, la
     """Returns (o [B, H, V], new (h_kk, h_kv), iterations [B, H]) with the arguments of `api.mesa_step`.
 
     Raises:
-      NotImplementedError: the kernel cannot run this call.
+      NotImplementedError: the kernel does not support the call (`unsupported_reason`).
     """
-    require("mesa_step", "pallas_gpu", lacks(options, k_BHK, v_BHV, h_kk_BHKK, h_kv_BHKV))
+    require(
+        "mesa_step",
+        "pallas_gpu",
+        unsupported_reason(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, h_kk_BHKK, h_kv_BHKV),
+    )
     return _step(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, h_kk_BHKK, h_kv_BHKV)
 
 
@@ -70,13 +74,13 @@ _step = jax.custom_vjp(_run, nondiff_argnums=(0,))
 _step.defvjp(_forward, _backward)
 
 
-def lacks(options, k_BHK, v_BHV, *state):
-    """Returns why the kernel cannot run this call, as the end of a sentence; empty if it can."""
+def unsupported_reason(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, *state):
+    """Why the kernel cannot run this call; empty if it can."""
     if options.solver != "cg":
         return f"has no solver {options.solver!r}"
     if any(x.dtype != jnp.float32 for x in state):
         return "needs a float32 state"
-    return tiles.lacks((k_BHK.shape[-1], v_BHV.shape[-1]))
+    return tiles.unsupported_reason((k_BHK.shape[-1], v_BHV.shape[-1]))
 
 
 def _flat(kernel, *arrays):

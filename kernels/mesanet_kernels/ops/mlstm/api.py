@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, sequence_parallel
+from mesanet_kernels import checks, dispatch, sequence_parallel
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.mlstm import reference, xla
 from mesanet_kernels.ops.mlstm.sequence_parallel import MEMORY
@@ -60,7 +60,7 @@ def mlstm(
       ValueError: shapes or dtypes that do not fit.
       NotImplementedError: there is no such implementation.
     """
-    run = checks.choose("mlstm", implementation, IMPLEMENTATIONS, best="xla")
+    run = dispatch.choose("mlstm", implementation, IMPLEMENTATIONS, default=xla.mlstm_xla)
     sizes = _check_arrays("mlstm", "BTH", q, k, v, input_gate, forget_gate, initial_state)
     segment_ids = checks.segments("mlstm", segment_ids, sizes)
     checks.check_positive("mlstm", chunk_size=chunk_size)

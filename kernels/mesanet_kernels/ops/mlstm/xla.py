@@ -6,6 +6,7 @@ B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value siz
 import jax
 import jax.numpy as jnp
 
+from mesanet_kernels.documents import state_resets
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.mlstm.reference import STABILISER_FLOOR, normalise
 from mesanet_kernels.recompute import recomputed
@@ -76,5 +77,5 @@ def lower_bounds(input_gate_BTH: jax.Array, log_forget_BTH: jax.Array, segment_i
     It is the input gate. The first token of a document adds the log forget gate, because a document starts from m = 0,
     which decays from its first token on.
     """
-    starts_BT1 = jnp.diff(segment_ids_BT, axis=1, prepend=segment_ids_BT[:, :1])[..., None] != 0
+    starts_BT1 = state_resets(segment_ids_BT)[..., None]
     return jnp.where(starts_BT1, jnp.maximum(input_gate_BTH, log_forget_BTH), input_gate_BTH)

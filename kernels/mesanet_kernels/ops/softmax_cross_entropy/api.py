@@ -7,7 +7,7 @@ from functools import partial
 
 import jax.numpy as jnp
 
-from mesanet_kernels import checks, sequence_parallel
+from mesanet_kernels import checks, dispatch, sequence_parallel
 from mesanet_kernels.ops.softmax_cross_entropy import reference, xla
 
 IMPLEMENTATIONS = {"reference": reference.softmax_cross_entropy, "xla": xla.softmax_cross_entropy}
@@ -36,7 +36,7 @@ def softmax_cross_entropy(
     Raises:
       ValueError: shapes, dtypes or numbers that do not fit. NotImplementedError: unknown implementation.
     """
-    run = checks.choose("softmax_cross_entropy", implementation, IMPLEMENTATIONS, best="xla")
+    run = dispatch.choose("softmax_cross_entropy", implementation, IMPLEMENTATIONS, default=xla.softmax_cross_entropy)
     sizes = checks.check_shapes(
         "softmax_cross_entropy",
         {
