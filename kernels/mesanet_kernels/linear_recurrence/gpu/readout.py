@@ -14,22 +14,32 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mesanet_kernels.linear_recurrence.chunks import ChunkWeights
 from mesanet_kernels.tiles import gpu as tiles
 from mesanet_kernels.tiles.gpu import CHUNK
 
 
 def readout_gpu(
-    q_parts, k_BTHK, v_BTHV, intra_NBHCC, enter_NBHC, states_parts, *, transposed=False, results=1, scale=1.0
-):
+    q_parts: tuple[jax.Array, ...],
+    k_BTHK: jax.Array,
+    v_BTHV: jax.Array,
+    weights: ChunkWeights,
+    states_parts: tuple[jax.Array, ...],
+    *,
+    transposed: bool = False,
+    results: int = 1,
+    scale: float = 1.0,
+) -> tuple[jax.Array, ...]:
     """Returns `scale` times o as a tuple of `results` bfloat16 arrays [B, T, H, V], whose sum it is.
 
     Args:
       q_parts: a tuple of bfloat16 arrays [B, T, H, K] with T = N C, whose sum is the queries.
       k_BTHK, v_BTHV: keys and values, bfloat16.
-      intra_NBHCC, enter_NBHC: the `ChunkWeights`, float32.
+      weights: float32.
       states_parts: a tuple of bfloat16 arrays [N, B, H, K, V], or [N, B, H, V, K] if `transposed`, whose sum is the
         states that enter each chunk.
     """
+    intra_NBHCC, enter_NBHC = weights
     count, batch, heads, _ = enter_NBHC.shape
     key_size, value_size = k_BTHK.shape[-1], v_BTHV.shape[-1]
 

@@ -1,10 +1,11 @@
-"""Public `delta_rule` and its step: checks, defaults, choice of implementation.
+"""The public functions `delta_rule` and `delta_rule_step`: checks, defaults, choice of implementation.
 
 B batch, T time, H heads, K key size, V value size.
 """
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 
 from mesanet_kernels import checks, dispatch, sequence_parallel
@@ -16,30 +17,41 @@ IMPLEMENTATIONS = {"reference": reference.delta_rule_reference, "xla": xla.delta
 
 
 def delta_rule(
-    q, k, v, beta, *, log_decay=None, segment_ids=None, initial_state=None, chunk_size=None, implementation=None
-):
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    beta: jax.Array,
+    *,
+    log_decay: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """The delta rule: each token corrects what its key recalls (DeltaNet, arXiv 2406.06484; gated, arXiv 2412.06464).
 
         S_t = exp(log_decay_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = S_t^T q_t
 
-    All inputs have gradients, `initial_state` too; the backward pass keeps only the inputs.
+    All floating inputs have gradients, including `initial_state`; the backward pass keeps only the inputs.
 
     Args:
-      q, k: [B, T, H, K], k L2-normalised by the caller; q is not scaled.
+      q, k: [B, T, H, K]; k is L2-normalised by the caller; q is not scaled.
       v: [B, T, H, V].
       beta: [B, T, H], in [0, 1].
-      log_decay: [B, T, H], at most 0 (-inf included): Gated DeltaNet. None, no decay: DeltaNet.
-      segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document.
-      initial_state: [B, H, K, V]; belongs to the first token's document. Default zero.
-      chunk_size: tokens computed as one dense block, rounded up to a power of two; does not change the result.
-        Default 64.
-      implementation: "reference", "xla", or None for the best.
+      log_decay: [B, T, H], at most 0; -inf is allowed. Given, this is Gated DeltaNet; None, without decay, DeltaNet.
+      segment_ids: int [B, T], non-decreasing; the state starts from zero at each new document. Default: one document
+        per row.
+      initial_state: [B, H, K, V]; belongs to the document of the first token. Default: zero.
+      chunk_size: tokens computed as one dense block, rounded up to a power of two. Does not change the result.
+        Default: 64.
+      implementation: "reference", "xla", or None for the fastest that supports the call.
 
     Returns:
-      (o [B, T, H, V] in v's dtype, final state [B, H, K, V] float32).
+      (o [B, T, H, V] in v's dtype, the state after the last token [B, H, K, V] float32).
 
     Raises:
-      ValueError: shapes or dtypes that do not fit. NotImplementedError: unknown implementation.
+      ValueError: shapes or dtypes that do not fit.
+      NotImplementedError: there is no such implementation.
     """
     run = dispatch.choose("delta_rule", implementation, IMPLEMENTATIONS, default=xla.delta_rule_xla)
     sizes = _check_arrays("delta_rule", "BTH", q, k, v, beta, log_decay, initial_state)
@@ -55,14 +67,32 @@ def delta_rule(
     return sequence_parallel.run_recurrent_op(partial(run, chunk), transition, per_token, (), state, segment_ids)
 
 
-def delta_rule_step(q, k, v, beta, state, *, log_decay=None, implementation=None):
-    """One token of `delta_rule`, the same computation at T = 1.
+def delta_rule_step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    *,
+    log_decay: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes one decoding step of `delta_rule`: the same computation at T = 1.
 
     Args:
-      q, k: [B, H, K]; v: [B, H, V]; beta, log_decay: [B, H]; state: [B, H, K, V].
+      q, k: [B, H, K].
+      v: [B, H, V].
+      beta: [B, H].
+      state: [B, H, K, V].
+      log_decay: [B, H], or None for no decay.
+      implementation: as in `delta_rule`.
 
     Returns:
-      (o [B, H, V], new state).
+      (o [B, H, V] in v's dtype, the new state).
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit.
+      NotImplementedError: there is no such implementation.
     """
     _check_arrays("delta_rule_step", "BH", q, k, v, beta, log_decay, state)
     q, k, v, beta = (x[:, None] for x in (q, k, v, beta))
@@ -72,6 +102,7 @@ def delta_rule_step(q, k, v, beta, state, *, log_decay=None, implementation=None
 
 
 def _check_arrays(op, rows, q, k, v, beta, log_decay, state):
+    """Checks shapes and dtypes and returns the size of each axis. `rows` are the leading axes: "BTH" or "BH"."""
     sizes = checks.check_shapes(
         op,
         {

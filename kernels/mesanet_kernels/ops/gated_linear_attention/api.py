@@ -1,4 +1,4 @@
-"""The public functions `gated_linear_attention` and `gated_linear_attention_step`: checks, defaults, choice of implementation.
+"""The public functions for gated linear attention: checks, defaults, choice of implementation.
 
 B batch, T time, H heads, K key size, V value size.
 """

@@ -38,7 +38,7 @@ def unsupported_reason(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay, *_):
 def _forward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV):
     """Returns (o, final state), as `GatedLinearAttentionKernels.forward` does."""
     states, final_BHKV = recurrence.entering_states(k_BTHK, v_BTHV, weights, state_BHKV)
-    (o_BTHV,) = readout_gpu((q_BTHK,), k_BTHK, v_BTHV, *weights, states)
+    (o_BTHV,) = readout_gpu((q_BTHK,), k_BTHK, v_BTHV, weights, states)
     return o_BTHV, final_BHKV
 
 
@@ -46,7 +46,7 @@ def _backward(q_BTHK, k_BTHK, v_BTHV, weights, state_BHKV, do_BTHV, dfinal_BHKV)
     """Returns the cotangents, as `GatedLinearAttentionKernels.backward` does."""
     states, _ = recurrence.entering_states(k_BTHK, v_BTHV, weights, state_BHKV)
     dstates, dstate_BHKV = recurrence.leaving_state_cotangents((q_BTHK,), (do_BTHV,), weights, dfinal_BHKV)
-    (dq_BTHK,) = readout_gpu((do_BTHV,), v_BTHV, k_BTHK, *weights, states, transposed=True)
+    (dq_BTHK,) = readout_gpu((do_BTHV,), v_BTHV, k_BTHK, weights, states, transposed=True)
     recurrence_inputs = RecurrenceInputsGpu(v_BTHV, (do_BTHV,), states, dstates)
     found = gradients_gpu((q_BTHK,), k_BTHK, weights, (recurrence_inputs,))
     return dq_BTHK, found.dk_BTHK, *found.dv_BTHV, recurrence.weight_cotangents(found), dstate_BHKV

@@ -1,4 +1,4 @@
-"""Gated linear attention with one decay per key channel, chunk by chunk, in plain XLA (GLA, arXiv 2312.06635, section 4.3).
+"""Gated linear attention with one decay per key channel, in chunks and plain XLA (GLA, arXiv 2312.06635, section 4.3).
 
 The decay from token s to token t is inside the sum over channels of q_t . k_s, so it has to be split between the two
 factors. The chunk is built up from pairs of blocks, and the decay is split at the boundary between the two blocks of a

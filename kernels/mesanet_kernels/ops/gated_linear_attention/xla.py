@@ -1,4 +1,4 @@
-"""Gated linear attention chunk by chunk in plain XLA, with one decay per head or per key channel (docs/mesa.md, "Chunks").
+"""Gated linear attention in chunks and plain XLA, with one decay per head or per key channel (docs/mesa.md, "Chunks").
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """

@@ -166,18 +166,35 @@ def mesa_step(
     options = MesaOptions(solver, max_iters, float(tol), chunk=1)
     arrays = q, k, v, log_decay, beta, lam, *state
 
-    def one_token_row(implementation, options, q, k, v, log_decay, beta, lam, *state):
-        row = (x[:, None] for x in (q, k, v, log_decay, beta))
-        settings = dict(max_iters=options.max_iters, tol=options.tol, solver=options.solver)
-        o, state, iterations = mesa(*row, lam, initial_state=state, implementation=implementation, **settings)
-        return o[:, 0], state, iterations[:, 0]
-
-    table = {name: partial(one_token_row, name) for name in IMPLEMENTATIONS}
+    table = {name: partial(_run_one_token, name) for name in IMPLEMENTATIONS}
     run = dispatch.choose(
-        "mesa_step", implementation, table | {"pallas_gpu": step_gpu.mesa_step_pallas_gpu},
-        default=partial(one_token_row, None), kernels=STEP_KERNELS, static_arguments=1,
-    )  # fmt: skip
+        "mesa_step",
+        implementation,
+        table | {"pallas_gpu": step_gpu.mesa_step_pallas_gpu},
+        default=partial(_run_one_token, None),
+        kernels=STEP_KERNELS,
+        static_arguments=1,
+    )
     return MesaOutput(*run(options, *arrays))
+
+
+def _run_one_token(implementation, options, q, k, v, log_decay, beta, lam, *state):
+    """Returns (o, state, iterations) of `mesa_step` by way of `mesa` on a row of one token."""
+    q, k, v, log_decay, beta = (x[:, None] for x in (q, k, v, log_decay, beta))
+    o, state, iterations = mesa(
+        q,
+        k,
+        v,
+        log_decay,
+        beta,
+        lam,
+        initial_state=state,
+        max_iters=options.max_iters,
+        tol=options.tol,
+        solver=options.solver,
+        implementation=implementation,
+    )
+    return o[:, 0], state, iterations[:, 0]
 
 
 def _check_arrays(op, rows, q, k, v, log_decay, beta, lam, state):

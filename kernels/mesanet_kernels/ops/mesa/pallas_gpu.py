@@ -33,7 +33,9 @@ LARGEST_STATE = 2.0**14  # largest entry of a state in float16; leaves room for 
 
 
 def mesa_pallas_gpu(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
-    """Returns (o [B, T, H, V], (h_kk, h_kv), iterations [B, T, H]), in chunks of 64; the arguments are those of the api.
+    """Returns (o [B, T, H, V], (h_kk, h_kv), iterations [B, T, H]) with the arguments of `api.mesa`.
+
+    It computes in chunks of 64.
 
     Raises:
       NotImplementedError: the kernels cannot run this call.
@@ -101,7 +103,7 @@ def _solve_and_read(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, la
     # Named so that a rematerialisation policy can keep the one value that is expensive to recompute. Everything below
     # must read the named value: the unnamed one would be recomputed.
     x_parts = tuple(checkpoint_name(part, MESA_SOLUTION) for part in x_parts)
-    (o_BTHV,) = readout_gpu(x_parts, k_BTHK, v_BTHV, *weights, g_parts)
+    (o_BTHV,) = readout_gpu(x_parts, k_BTHK, v_BTHV, weights, g_parts)
     iterations_BTH = chunks.from_chunks(iterations_NBHC, length)
     kept = jax.tree.leaves(Kept(x_parts, g_parts, systems, tuple(weights)))
     return o_BTHV[:, :length], final_h_kk, final_h_kv, iterations_BTH, *kept
@@ -116,7 +118,7 @@ def _solve_and_differentiate(options, *arrays):
     k_BTHK, v_BTHV, do_BTHV = (chunks.pad_time(x, chunk=CHUNK) for x in (k_BTHK, v_BTHV, do_BTHV))
 
     # The systems are solved for -dq*, because -e* is the output cotangent of the second recurrence below.
-    minus_dx_parts = readout_gpu((do_BTHV,), v_BTHV, k_BTHK, *weights, g_parts, transposed=True, results=2, scale=-1.0)
+    minus_dx_parts = readout_gpu((do_BTHV,), v_BTHV, k_BTHK, weights, g_parts, transposed=True, results=2, scale=-1.0)
     minus_e_parts, _ = solve_scaled_systems(options, systems, minus_dx_parts, k_BTHK, weights, lam_HK)
 
     # The gradients of sum(do . G q*) - sum(e* . H q*) at fixed q* and e*: those of two recurrences with the same keys.

@@ -30,7 +30,9 @@ SIZES = (64, 128)
 
 
 def mesa_pallas_tpu(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
-    """Returns (o [B, T, H, V], (h_kk, h_kv), iterations [B, T, H]), in chunks of 128; the arguments are those of the api.
+    """Returns (o [B, T, H, V], (h_kk, h_kv), iterations [B, T, H]) with the arguments of `api.mesa`.
+
+    It computes in chunks of 128.
 
     Raises:
       NotImplementedError: the kernels cannot run this call.

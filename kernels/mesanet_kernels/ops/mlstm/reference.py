@@ -1,4 +1,4 @@
-"""mLSTM as it is defined: a scan over tokens, differentiated by autodiff.
+"""mLSTM as it is defined: a scan over tokens, differentiated automatically.
 
 B batch, T time, H heads, K key size, V value size.
 """
@@ -9,18 +9,22 @@ import jax.numpy as jnp
 from mesanet_kernels.checks import accumulation_dtype
 from mesanet_kernels.linear_recurrence.token_scan import scan_tokens
 
-# Below it, what is remembered is lost beside the 1 that the normaliser is at least; above, e^-m and its square exist.
+# The smallest stabiliser m. If m were smaller, the memory would be negligible beside the normaliser, which is at least
+# 1, and e^-m or its square would overflow float32.
 STABILISER_FLOOR = -40.0
-EPSILON = 1e-6  # as in the authors' implementation
+EPSILON = 1e-6  # added to the normaliser, as in the authors' implementation
 
 
 def mlstm_reference(chunk, q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH, state, segment_ids_BT):
-    """`state` is (C [B,H,K,V], n [B,H,K], m [B,H]); `chunk` does not apply."""
+    """Returns (o [B, T, H, V], final state (C, n, m)) with the arguments of `api.mlstm`.
+
+    `state` is (C [B, H, K, V], n [B, H, K], m [B, H]). `chunk` is ignored.
+    """
     del chunk
     dtype = accumulation_dtype(q_BTHK, k_BTHK, v_BTHV)
     scale = q_BTHK.shape[-1] ** -0.5
 
-    def step(state, token):
+    def update(state, token):
         cell_BHKV, normaliser_BHK, before_BH = state
         q_BHK, k_BHK, v_BHV, input_gate_BH, forget_gate_BH = token
         log_forget_BH = jax.nn.log_sigmoid(forget_gate_BH)
@@ -34,10 +38,14 @@ def mlstm_reference(chunk, q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_B
         return (cell_BHKV, normaliser_BHK, stabiliser_BH), normalise(read_BHV, sum_BH, stabiliser_BH)
 
     inputs = (q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH)
-    o_BTHV, state = scan_tokens(step, state, [x.astype(dtype) for x in inputs], segment_ids_BT)
+    o_BTHV, state = scan_tokens(update, state, [x.astype(dtype) for x in inputs], segment_ids_BT)
     return o_BTHV.astype(v_BTHV.dtype), state
 
 
-def normalise(read, weight, stabiliser):
-    """The readout [..., V] over the larger of |n^T q| and 1, both scaled by e^-m."""
+def normalise(read: jax.Array, weight: jax.Array, stabiliser: jax.Array) -> jax.Array:
+    """Returns C^T q [..., V] divided by the larger of |n^T q| and e^-m.
+
+    Args:
+      read: C^T q, [..., V]. weight: n^T q, [...]. stabiliser: m, [...].
+    """
     return read / (jnp.maximum(jnp.abs(weight), jnp.exp(-stabiliser)) + EPSILON)[..., None]

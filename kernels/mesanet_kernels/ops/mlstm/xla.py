@@ -1,4 +1,4 @@
-"""mLSTM chunk by chunk, in plain XLA: gated linear attention whose weights are stabilised (mesanet.md 5).
+"""mLSTM in chunks and plain XLA: gated linear attention whose weights are stabilised (docs/mesa.md, "Chunks").
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value size.
 """
@@ -14,7 +14,7 @@ from mesanet_kernels.recompute import recomputed
 
 @recomputed
 def mlstm_xla(chunk, q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH, state, segment_ids_BT):
-    """Returns (o [B,T,H,V], final state (C, n, m)); `api.mlstm` says what each argument is."""
+    """Returns (o [B, T, H, V], final state (C, n, m)) with the arguments of `api.mlstm`."""
     cell_BHKV, normaliser_BHK, stabiliser_BH = state
     length = q_BTHK.shape[1]
     weights, m_NBHC, final_m_BH = _weights(input_gate_BTH, forget_gate_BTH, stabiliser_BH, segment_ids_BT, chunk=chunk)
@@ -29,9 +29,10 @@ def mlstm_xla(chunk, q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH, st
 
 
 def _sums(q_NBHCK, k_NBHCK, weights, normaliser_BHK):
-    """n^T q of every token, [N,B,H,C], and the last n [B,H,K].
+    """Returns n^T q of every token [N, B, H, C], and the last n [B, H, K].
 
-    Scores of both signs cancel here and the output is divided by the rest, so nothing is rounded to the inputs' dtype.
+    Nothing is rounded to the dtype of the inputs here: scores of both signs cancel, and the output is divided by what
+    is left.
     """
     dtype = normaliser_BHK.dtype
     scores_NBHCC = chunks.product("nbhtk,nbhsk->nbhts", q_NBHCK, k_NBHCK, dtype) * weights.intra_NBHCC
@@ -44,14 +45,16 @@ def _sums(q_NBHCK, k_NBHCK, weights, normaliser_BHK):
 
 
 def _weights(input_gate_BTH, forget_gate_BTH, initial_m_BH, segment_ids_BT, *, chunk):
-    """The `ChunkWeights` times e^-m of the token they are for, the stabilisers m [N,B,H,C], and the last one [B,H].
+    """Returns the `ChunkWeights` times e^-m of token t, the stabilisers m [N, B, H, C], and the last one [B, H].
 
-    m_t is a maximum over the past like the state is a sum over it, so it is computed in chunks the same way.
+    m_t is a maximum over the past as the state is a sum over the past, so it is computed in chunks in the same way.
     """
     log_forget_BTH = jax.nn.log_sigmoid(forget_gate_BTH)
     between_NBHCC, enter_NBHC = chunks.log_decays(log_forget_BTH, segment_ids_BT, chunk=chunk)
     padding = (0, 0), (0, -input_gate_BTH.shape[1] % chunk), (0, 0)
-    gates = lambda x_BTH: chunks.to_chunks(jnp.pad(x_BTH, padding, constant_values=-jnp.inf), chunk)
+
+    def gates(x_BTH):
+        return chunks.to_chunks(jnp.pad(x_BTH, padding, constant_values=-jnp.inf), chunk)
 
     lower_BTH = lower_bounds(input_gate_BTH, log_forget_BTH, segment_ids_BT)
     inside_NBHC = jnp.max(between_NBHCC + gates(lower_BTH)[..., None, :], axis=-1)
@@ -68,7 +71,11 @@ def _weights(input_gate_BTH, forget_gate_BTH, initial_m_BH, segment_ids_BT, *, c
     return chunks.ChunkWeights(intra_NBHCC, jnp.exp(entering_NBHC - m_NBHC)), m_NBHC, final_m_BH
 
 
-def lower_bounds(input_gate_BTH, log_forget_BTH, segment_ids_BT):
-    """What m_t is at least by its own token: a document starts from m = 0, which is forgotten from its first token on."""
+def lower_bounds(input_gate_BTH: jax.Array, log_forget_BTH: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """Returns the lower bound that each token itself sets to m from this token on, [B, T, H].
+
+    It is the input gate. The first token of a document adds the log forget gate, because a document starts from m = 0,
+    which decays from its first token on.
+    """
     starts_BT1 = state_resets(segment_ids_BT)[..., None]
     return jnp.where(starts_BT1, jnp.maximum(input_gate_BTH, log_forget_BTH), input_gate_BTH)
