@@ -98,3 +98,25 @@ def test_a_function_traced_under_other_axes_is_traced_again(mesh):
         with mesh_axes(**AXES):
             run(x_BH)
         assert len(seen) == count  # the first trace under these axes is still there
+
+
+def test_the_axes_reach_lowering_ahead_of_time_and_end_with_the_context(mesh):
+    """`trace` and `lower` see the axes as a call does; after an error the axes are those from before."""
+    seen = []
+
+    def kernel(x_BH):
+        seen.append(x_BH.shape)
+        return (x_BH + 1,)
+
+    run = jax.jit(lambda x: partition.partitioned(kernel, [x], axes=["BH"], results=["BH"])[0])
+    x_BH = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    run.lower(x_BH)
+    with pytest.raises(KeyError), split(mesh):
+        run.lower(x_BH)
+        traced = run.trace(x_BH)
+        raise KeyError
+    run.lower(x_BH)
+    assert seen == [(8, 4), (2, 2)]
+    assert "manual_computation" in traced.lower().as_text()  # lowered outside, traced inside
+    with jax.set_mesh(mesh):
+        assert partition.on_a_device("B", 8) == 8
