@@ -62,7 +62,7 @@ def _convolve(activation, x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT) -> jax.
 
 
 def _forward(activation, *inputs):
-    return _convolve(activation, *inputs), inputs
+    return _convolve_on_mesh(activation, *inputs), inputs
 
 
 def _backward(activation, inputs, dy_BTD):
