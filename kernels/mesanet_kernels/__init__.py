@@ -1,4 +1,7 @@
-"""Sequence-mixing ops for JAX on TPU, GPU and CPU: pure functions on arrays, documented where they are defined."""
+"""Sequence-mixing ops for JAX on TPU, GPU and CPU.
+
+They are pure functions of arrays. Their docstrings say what they compute; docs/kernels.md lists them.
+"""
 
 from mesanet_kernels.dispatch import implementations
 from mesanet_kernels.documents import document_starts, state_resets

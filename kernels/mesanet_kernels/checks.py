@@ -1,23 +1,28 @@
-"""Argument checks shared by every op: they run on shapes and dtypes, before anything is traced."""
+"""Argument checks that all ops share. They run on shapes and dtypes, before anything is traced."""
 
+from collections.abc import Mapping
+
+import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
-def check_shapes(op, arguments):
-    """Checks that the sizes written with one letter agree over all arguments.
+def check_shapes(op: str, arguments: Mapping[str, tuple[jax.Array | None, str]]) -> dict[str, int]:
+    """Checks that sizes written with the same letter agree over all arguments.
 
     Args:
-      op: the public function's name, for the message.
-      arguments: name -> (array or None, axes); axes is one letter a dimension ("BTHK"). None arrays
-        are skipped: they are optional arguments left out.
+      op: the name of the public function, for the message.
+      arguments: the arrays by name, each with its axes: one letter for each dimension, as in "BTHK". An array that is
+        None is skipped: it is an optional argument that was left out.
 
     Returns:
-      letter -> size.
+      The size of each letter.
 
     Raises:
-      ValueError: a wrong rank, a size of zero, or a size that differs from that of an earlier argument.
+      ValueError: an array has a wrong rank, a size of zero, or a size that differs from that of an earlier array.
     """
-    sizes, owner = {}, {}
+    sizes: dict[str, int] = {}
+    owner: dict[str, str] = {}
     for name, (array, axes) in arguments.items():
         if array is None:
             continue
@@ -35,28 +40,34 @@ def check_shapes(op, arguments):
     return sizes
 
 
-def check_dtypes(op, kind, arguments):
-    """Raises ValueError where an array (None: skipped) is not of `kind`, e.g. jnp.floating or jnp.integer."""
+def check_dtypes(op: str, kind: type, arguments: Mapping[str, jax.Array | None]) -> None:
+    """Raises ValueError if an array has no dtype of `kind`, which is `jnp.floating` or `jnp.integer`; skips None."""
     for name, array in arguments.items():
         if array is not None and not jnp.issubdtype(array.dtype, kind):
             raise ValueError(f"{op}: {name} has dtype {array.dtype}; it needs a {kind.__name__} dtype")
 
 
-def check_positive(op, **numbers):
-    """Raises ValueError where a number (None: skipped) is below 1."""
+def check_positive(op: str, **numbers: int | None) -> None:
+    """Raises ValueError if a number is below 1; skips None."""
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise ValueError(f"{op}: {name} is {number}; it must be at least 1")
 
 
-def check_groups(op, sizes):
-    """Raises ValueError where the query heads H are not a multiple of the key heads J."""
+def check_groups(op: str, sizes: Mapping[str, int]) -> None:
+    """Raises ValueError if the number of query heads H is not a multiple of the number of key heads J."""
     if sizes["H"] % sizes["J"]:
-        raise ValueError(f"{op}: q has {sizes['H']} heads and k {sizes['J']}; q's must be a multiple of k's")
+        raise ValueError(
+            f"{op}: q has {sizes['H']} heads and k {sizes['J']}; the heads of q must be a multiple of those of k"
+        )
 
 
-def segments(op, segment_ids, sizes):
-    """`segment_ids` [B, T], checked; one document a row where it is None."""
+def segments(op: str, segment_ids: jax.Array | None, sizes: Mapping[str, int]) -> jax.Array:
+    """Checks and returns `segment_ids` [B, T]; if it is None, returns ids that make each row one document.
+
+    Raises:
+      ValueError: the shape or the dtype is wrong.
+    """
     shape = sizes["B"], sizes["T"]
     if segment_ids is None:
         return jnp.zeros(shape, jnp.int32)
@@ -66,6 +77,6 @@ def segments(op, segment_ids, sizes):
     return segment_ids
 
 
-def accumulation_dtype(*arrays):
-    """float32, or float64 where an array is float64: the dtype of states and of sums."""
+def accumulation_dtype(*arrays: jax.Array) -> DTypeLike:
+    """Returns the dtype of states and sums: float32, or float64 if an array is float64."""
     return jnp.result_type(jnp.float32, *(array.dtype for array in arrays))

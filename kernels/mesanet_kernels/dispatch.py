@@ -1,8 +1,9 @@
 """How an op chooses among its implementations.
 
-The public function of an op (`ops/*/api.py`) holds a table of its implementations by name. `implementation="xla"` takes
-one of them, or fails if it cannot run the call. `implementation=None` takes the fastest one that can: the kernel of the
-platform that the program is lowered for, if there is one and it supports the call, and the default otherwise.
+The public function of an op (`ops/*/api.py`) holds a table of its implementations by name. A call with
+`implementation="xla"` takes that one, and fails if it does not support the call. A call with `implementation=None`
+takes the kernel of the platform that the program is lowered for, if there is one and it supports the call, and
+otherwise the default.
 """
 
 import importlib
@@ -22,7 +23,7 @@ class PlatformKernel(NamedTuple):
       run: the implementation, a function of the op's static and array arguments.
       unsupported_reason: a function of the same arguments. It returns why the kernel cannot run this call, as the end
         of a sentence such as "needs an NVIDIA Hopper GPU"; empty if the kernel can.
-      shortest_row: calls whose first array is shorter along axis 1 take the default, which is faster for them.
+      shortest_row: a call whose first array is shorter than this along axis 1 takes the default, which is faster then.
     """
 
     run: Callable[..., Any]
@@ -44,10 +45,10 @@ def choose(
     Args:
       op: the public name of the op, for the message.
       implementation: a name in `table`, or None for the best implementation of each platform.
-      table: the op's implementations by name; all take the same arguments.
-      default: what None runs where no kernel supports the call.
-      kernels: what None prefers, by platform (`PLATFORMS`).
-      static_arguments: how many of the leading arguments are no arrays (options, a chunk size).
+      table: the implementations of the op by name; all take the same arguments.
+      default: what None runs if no kernel supports the call.
+      kernels: the kernel that None prefers on each of `PLATFORMS`.
+      static_arguments: how many of the first arguments are not arrays (options, a chunk size).
 
     Raises:
       NotImplementedError: the op has no implementation of that name.
@@ -61,8 +62,10 @@ def choose(
     return table[implementation]
 
 
-def _run_best(default: Callable, kernels: Mapping[str, PlatformKernel], static_arguments: int, *arguments):
-    """Runs the kernel of the platform that is lowered for, which need not be the platform that traces."""
+def _run_best(
+    default: Callable[..., Any], kernels: Mapping[str, PlatformKernel], static_arguments: int, *arguments: Any
+) -> Any:
+    """Runs the kernel of the platform that the program is lowered for, which may differ from the one that traces it."""
     static, arrays = arguments[:static_arguments], arguments[static_arguments:]
     supported = {
         platform: partial(kernel.run, *static)
@@ -76,7 +79,7 @@ def _run_best(default: Callable, kernels: Mapping[str, PlatformKernel], static_a
 
 
 def require(op: str, implementation: str, unsupported_reason: str) -> None:
-    """Raises NotImplementedError if an implementation that was asked for by name cannot run the call.
+    """Raises NotImplementedError if an implementation that was chosen by name does not support the call.
 
     Args:
       unsupported_reason: as `PlatformKernel.unsupported_reason` returns it; empty if the call is supported.

@@ -1,4 +1,4 @@
-"""Where documents start inside packed rows.
+"""The places where documents start inside packed rows.
 
 B batch, T time.
 """

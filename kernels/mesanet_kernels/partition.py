@@ -1,10 +1,10 @@
 """How ops are split over the devices of a mesh: which mesh axes split the batch, the heads and the time.
 
-A program says which with the context `mesh_axes`, beside the mesh itself (`jax.set_mesh`). Both are part of what jit
-remembers of a trace: a function that was traced under other axes is traced again.
+The context `mesh_axes` declares them, in addition to the mesh itself (`jax.set_mesh`). Both belong to the cache key of
+`jax.jit`: a function that was traced under other axes is traced again.
 
 The compiler cannot split a kernel, so `partitioned` calls it once per device, on that device's rows and heads. Time is
-split by sequence_parallel.py. Key and value sizes are never split.
+split by sequence_parallel.py. Keys and values are never split along their sizes K and V.
 
 B batch, H heads, T time; dimensions with other letters are not split.
 """
@@ -34,7 +34,10 @@ _context = jax.make_user_context(default_value=MeshAxes())
 
 @contextlib.contextmanager
 def mesh_axes(*, batch: Sequence[str] = (), heads: Sequence[str] = (), time: Sequence[str] = ()) -> Iterator[None]:
-    """Splits the ops called inside over these axes of the mesh (`jax.set_mesh`), as far as the mesh has them."""
+    """Declares, for the ops called inside, which axes of the mesh split the batch, the heads and the time.
+
+    The mesh is set with `jax.set_mesh`. Axes that it does not have are ignored.
+    """
     with _context(MeshAxes(tuple(batch), tuple(heads), tuple(time))):
         yield
 
@@ -44,30 +47,38 @@ def _axes(letter: str) -> tuple[str, ...]:
 
 
 def partitioned(
-    call: Callable, arrays: Sequence[jax.Array], *, axes: Sequence[str], results: Sequence[str]
-) -> tuple[jax.Array, ...]:
-    """Returns `call(*arrays)`, called on each device with its part of every array along B and H.
+    call: Callable[..., Sequence[jax.Array]],
+    arrays: Sequence[jax.Array],
+    *,
+    axes: Sequence[str],
+    results: Sequence[str],
+) -> Sequence[jax.Array]:
+    """Calls `call(*arrays)` on each device, with the device's part of every array along B and H.
 
     Args:
-      call: returns a tuple of arrays.
-      axes: for each array, one letter for each of its dimensions.
+      call: returns a tuple or a list of arrays.
+      arrays: the arguments, whole.
+      axes: for each argument, one letter for each of its dimensions, as in "BTHK".
       results: the same for each array that `call` returns.
     """
     sizes = {letter: size for x, letters in zip(arrays, axes, strict=True) for letter, size in zip(letters, x.shape)}
     split = {letter: _dividing(_axes(letter), sizes[letter]) for letter in "BH"}
     if not any(split.values()):
         return call(*arrays)
-    spec = lambda letters: jax.P(*(split.get(letter) or None for letter in letters))
+
+    def spec(letters: str) -> jax.P:
+        return jax.P(*(split.get(letter) or None for letter in letters))
+
     return jax.shard_map(
         call,
         in_specs=tuple(spec(letters) for letters in axes),
         out_specs=tuple(spec(letters) for letters in results),
-        check_vma=False,  # a kernel's results carry no types of this kind
+        check_vma=False,  # the results of kernels do not say over which mesh axes they vary
     )(*arrays)
 
 
 def on_a_device(letter: str, size: int) -> int:
-    """Returns how many of `size` rows ("B") or heads ("H") one device gets from `partitioned`."""
+    """Returns how many of `size` rows (letter "B") or heads ("H") `partitioned` gives to one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return size // math.prod(mesh.shape[axis] for axis in _dividing(_axes(letter), size))
 
@@ -75,14 +86,14 @@ def on_a_device(letter: str, size: int) -> int:
 def time_axes(length: int) -> tuple[str, ...]:
     """Returns the mesh axes that split a row of `length` tokens.
 
-    They are empty outside a mesh, inside a computation that is already split in time (`sequence_parallel`), and where
-    the axes do not divide the row evenly.
+    There are none outside a mesh, inside `sequence_parallel.map_shards`, which splits time already, and if the axes do
+    not divide the row evenly.
     """
     return _dividing(_axes("T"), length)
 
 
 def _dividing(names: tuple[str, ...], size: int) -> tuple[str, ...]:
-    """Returns those of the axes that the mesh has and that are not split by hand already, if they divide `size`."""
+    """Returns those of the axes that the mesh has and that no enclosing `shard_map` splits, if they divide `size`."""
     mesh = jax.sharding.get_abstract_mesh()
     free = () if mesh.empty else tuple(name for name in names if name in mesh.shape and name not in mesh.manual_axes)
     ways = math.prod(mesh.shape[name] for name in free)

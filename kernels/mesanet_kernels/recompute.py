@@ -1,15 +1,21 @@
-"""One way to differentiate a chunked op: keep its inputs, compute the rest again."""
+"""Differentiation that keeps only the inputs of an op and computes everything else again."""
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
 
-def recomputed(function: Callable) -> Callable:
-    """`function(chunk, *arrays, segment_ids)` with a VJP that saves its arguments alone.
+def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function` with a VJP that saves only its arguments.
 
-    What a chunk would save, its C x C weights and the K x V state that enters it, is several times as large.
+    Automatic differentiation would also save the C x C weights of each chunk and the K x V state that enters it, which
+    are several times as large.
+
+    Args:
+      function: a function of (chunk, *arrays, segment_ids), where `chunk` is static. There is no gradient of
+        `segment_ids`.
     """
     op = jax.custom_vjp(function, nondiff_argnums=(0,))
 

@@ -1,12 +1,13 @@
-"""Rows whose time is split over devices: each holds one span of every row.
+"""Ops whose rows are split over devices along time: each device holds one shard of the sequence.
 
-A recurrent op does its part in three steps (`recurrent`). Each device says what its span does to any state that enters it
-(`Memory.summarise`); all tell each other; each passes the initial state on through the spans before its own
-(`Memory.advance`), and runs on its own span from there. What travels is of the size of the states, however long the row.
+A recurrent op runs in three steps (`run_recurrent_op`). Each device summarises how its shard changes any state that
+enters it (`ShardTransition.summarise`). An all-gather exchanges the summaries. Each device then carries the initial
+state through the shards before its own (`ShardTransition.advance`), and runs the op on its shard from the state that
+results. Only data of the size of the states is sent, whatever the length of the row.
 
-Time alone is split by hand: inside, the compiler goes on splitting batch and heads.
+Only time is split by hand. The compiler still splits batch and heads.
 
-B batch, T time (inside of `split`, of a span), S spans, H heads, K key size; X any further axes.
+B batch, T time (of one shard, inside `map_shards`), S shards, H heads, K key size; X any further axes.
 """
 
 import math
@@ -20,106 +21,138 @@ from mesanet_kernels.linear_recurrence.chunks import LOG_DECAY_FLOOR
 from mesanet_kernels.partition import time_axes
 
 
-class Memory(NamedTuple):
-    """What a span of tokens does to the state of a recurrent op.
+class ShardTransition(NamedTuple):
+    """How a shard of the sequence changes the state of a recurrent op.
 
-    summarise: (*rows, *whole, segment_ids) -> a tree of arrays that says so for any state.
-    advance: (summary, state of the first token's document) -> the state after the span.
+    Attributes:
+      summarise: a function of (*per_token, *shared, segment_ids) of one shard, as in `run_recurrent_op`. It returns a
+        tree of arrays, the summary, that determines the state after the shard for any state before it.
+      advance: a function of (summary, state), where the state belongs to the document of the shard's first token. It
+        returns the state after the shard.
     """
 
-    summarise: Callable
-    advance: Callable
+    summarise: Callable[..., Any]
+    advance: Callable[[Any, Any], Any]
 
 
-def recurrent(run: Callable, memory: Memory, rows: Sequence, whole: Sequence, state: Any, segment_ids_BT):
-    """`run(*rows, *whole, state, segment_ids)`, a recurrent op, with time split as the mesh of the context splits it.
+def run_recurrent_op(
+    run: Callable[..., Any],
+    transition: ShardTransition,
+    per_token: Sequence[jax.Array],
+    shared: Sequence[jax.Array],
+    state: Any,
+    segment_ids_BT: jax.Array,
+) -> tuple[Any, Any]:
+    """Returns `run(*per_token, *shared, state, segment_ids)`, with time split as the current mesh splits it.
 
     Args:
-      run: returns a tree of arrays [B, T, ...] and the final state.
-      rows: arrays [B, T, ...]. whole: arrays without time.
-      state: a tree of arrays [B, ...], all zero where a document starts.
+      run: the op; returns (a tree of arrays [B, T, ...], the final state).
+      transition: how a shard of the sequence changes the state.
+      per_token: arrays [B, T, ...].
+      shared: arrays without a time axis.
+      state: the initial state, a tree of arrays [B, ...]; a document that starts inside a row starts from zeros.
+      segment_ids_BT: the document of each token.
     """
     axes = time_axes(segment_ids_BT.shape[1])
     if not axes:
-        return run(*rows, *whole, state, segment_ids_BT)
+        return run(*per_token, *shared, state, segment_ids_BT)
 
-    def on_span(rows, whole):
-        *rows, segment_ids_BT = rows
-        *whole, state = whole
-        summary = memory.summarise(*rows, *whole, segment_ids_BT)
-        entering, final = _pass_on(memory.advance, summary, state, segment_ids_BT, axes)
-        outputs, _ = run(*rows, *whole, entering, segment_ids_BT)
+    def run_shard(per_token, shared):
+        *per_token, segment_ids_BT = per_token
+        *shared, state = shared
+        summary = transition.summarise(*per_token, *shared, segment_ids_BT)
+        entering, final = _carry_through_shards(transition.advance, summary, state, segment_ids_BT, axes)
+        outputs, _ = run(*per_token, *shared, entering, segment_ids_BT)
         return outputs, final
 
-    return split(on_span, (*rows, segment_ids_BT), (*whole, state), axes=axes)
+    return map_shards(run_shard, (*per_token, segment_ids_BT), (*shared, state), axes=axes)
 
 
-def span_length(length: int) -> int:
-    """The tokens of a row of `length` that a device holds."""
+def run_per_token_op(
+    run: Callable[..., jax.Array], per_token: Sequence[jax.Array], shared: Sequence[jax.Array]
+) -> jax.Array:
+    """Returns `run(*per_token, *shared)`, [B, T, ...], with time split as the current mesh splits it.
+
+    The result for a token must depend on that token only. Arguments are as in `run_recurrent_op`.
+    """
+    axes = time_axes(per_token[0].shape[1])
+    if not axes:
+        return run(*per_token, *shared)
+    return map_shards(lambda per_token, shared: (run(*per_token, *shared), ()), per_token, shared, axes=axes)[0]
+
+
+def shard_length(length: int) -> int:
+    """Returns how many tokens of a row of `length` tokens one device holds."""
     mesh = jax.sharding.get_abstract_mesh()
     return length // math.prod(mesh.shape[axis] for axis in time_axes(length))
 
 
-def by_token(run: Callable, rows: Sequence, whole: Sequence):
-    """`run(*rows, *whole)`, in which no token looks at another, with time split: an array [B, T, ...]."""
-    axes = time_axes(rows[0].shape[1])
-    if not axes:
-        return run(*rows, *whole)
-    return split(lambda rows, whole: (run(*rows, *whole), ()), rows, whole, axes=axes)[0]
-
-
-def split(call: Callable, rows: Any, whole: Any, *, axes: tuple[str, ...]):
-    """`call(rows, whole)` -> (rows, whole) on each device's span.
+def map_shards(
+    call: Callable[[Any, Any], tuple[Any, Any]], per_token: Any, shared: Any, *, axes: tuple[str, ...]
+) -> tuple[Any, Any]:
+    """Calls `call(per_token, shared)` on every device, with its shard of the sequence.
 
     Args:
-      rows: a tree of arrays [B, T, ...]. whole: a tree of arrays without time, the same on every span.
-      axes: of the mesh, from `time_axes`.
+      call: returns (a tree of arrays [B, T, ...], a tree of arrays that are equal on every shard).
+      per_token: a tree of arrays [B, T, ...].
+      shared: a tree of arrays without a time axis; every shard gets all of each.
+      axes: the mesh axes that split time, from `time_axes`.
     """
-    span = jax.P(None, axes)
+    split_time = jax.P(None, axes)
     mapped = jax.shard_map(
         call,
-        in_specs=(span, jax.P()),
-        out_specs=(span, jax.P()),
+        in_specs=(split_time, jax.P()),
+        out_specs=(split_time, jax.P()),
         axis_names=set(axes),
-        check_vma=False,  # kernels' results have no such types
+        check_vma=False,  # the results of kernels do not say over which mesh axes they vary
     )
-    return mapped(rows, whole)
+    return mapped(per_token, shared)
 
 
-def _pass_on(advance: Callable, summary, state, segment_ids_BT, axes):
-    """The state that enters this device's span, and the one after the last span."""
-    spans = jax.lax.all_gather((summary, segment_ids_BT[:, 0], segment_ids_BT[:, -1]), axes)
+def _carry_through_shards(advance: Callable[[Any, Any], Any], summary, state, segment_ids_BT, axes) -> tuple[Any, Any]:
+    """Returns (the state that enters this device's shard, the state after the last shard)."""
+    all_shards = jax.lax.all_gather((summary, segment_ids_BT[:, 0], segment_ids_BT[:, -1]), axes)
 
-    def over_span(carried, span):
-        state, last_B = carried
-        summary, first_B, next_last_B = span
-        state = jax.tree.map(lambda x: where_rows(first_B == last_B, x, 0), state)
-        return (advance(summary, state), next_last_B), state
+    def over_shard(carried, shard):
+        state, previous_document_B = carried
+        summary, first_document_B, last_document_B = shard
+        continues_B = first_document_B == previous_document_B
+        state = jax.tree.map(lambda x: where_per_row(continues_B, x, 0), state)
+        return (advance(summary, state), last_document_B), state
 
-    of_first_document_B = spans[1][0]
-    (final, _), entering_S = jax.lax.scan(over_span, (state, of_first_document_B), spans)
+    row_document_B = all_shards[1][0]  # the initial state belongs to the document of the row's first token
+    (final, _), entering_S = jax.lax.scan(over_shard, (state, row_document_B), all_shards)
     return jax.tree.map(lambda x_S: x_S[jax.lax.axis_index(axes)], entering_S), final
 
 
-def where_rows(condition_B, x_BX, y):
-    """`jnp.where` with a condition a row."""
+def where_per_row(condition_B: jax.Array, x_BX: jax.Array, y: jax.typing.ArrayLike) -> jax.Array:
+    """Returns `jnp.where` with one condition for each row of the batch."""
     return jnp.where(condition_B.reshape(-1, *(1,) * (x_BX.ndim - 1)), x_BX, y)
 
 
-def log_remains(log_decay_BTX, segment_ids_BT):
-    """Logarithms of what is left when the span ends: of each token [B, T, X], of the state that enters [B, X]; -inf: nothing.
+def remaining_log_decays(log_decay_BTX: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the logarithms of what remains at the end of the shard, -inf where nothing does.
 
-    Every sum has the terms of its own tokens alone: a difference of two would lose small decays behind large ones.
+    Each sum is made of the log decays of its own tokens only. A difference of two cumulative sums would lose small
+    decays next to large ones.
+
+    Returns:
+      (the log decay from each token to the end of the shard [B, T, X];
+      the log decay of the state that enters the shard [B, X]).
     """
     log_decay_BTX = jnp.maximum(log_decay_BTX, LOG_DECAY_FLOOR)
     since_BTX = jax.lax.cumsum(log_decay_BTX, axis=1, reverse=True)
     until_BTX = jnp.concatenate([since_BTX[:, 1:], jnp.zeros_like(since_BTX[:, :1])], axis=1)
     of_last_BT = segment_ids_BT == segment_ids_BT[:, -1:]
     until_BTX = jnp.where(of_last_BT.reshape(*of_last_BT.shape, *(1,) * (until_BTX.ndim - 2)), until_BTX, -jnp.inf)
-    return until_BTX, where_rows(of_last_BT[:, 0], since_BTX[:, 0], -jnp.inf)
+    return until_BTX, where_per_row(of_last_BT[:, 0], since_BTX[:, 0], -jnp.inf)
 
 
-def decayed(summary, state):
-    """`Memory.advance` of states [B, H, K, ...] that decay: a summary is (log of what remains, what was written)."""
-    remains_BHK, written = summary
-    return jax.tree.map(lambda x, added: jnp.exp(remains_BHK)[..., None] * x + added, state, written)
+def decay_and_add(summary: tuple[jax.Array, Any], state: Any) -> Any:
+    """Computes `ShardTransition.advance` for states [B, H, K, ...] that decay.
+
+    Args:
+      summary: (the log decay of the state over the shard [B, H, K], what the shard writes, a tree like the state).
+    """
+    log_decay_BHK, written = summary
+    return jax.tree.map(lambda x, added: jnp.exp(log_decay_BHK)[..., None] * x + added, state, written)

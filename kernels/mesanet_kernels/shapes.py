@@ -1,18 +1,20 @@
-"""Named shapes and example inputs of every op, shared by the tests and the benchmarks.
+"""Named shapes and example inputs of every op, for the tests and the benchmarks.
 
 B batch, T time, H heads (query heads of attention), J key heads, K key size, V value size (vocabulary of the
-cross-entropy), D channels, W taps; of the diagonal state space H channels, N modes.
+cross-entropy), D channels, W taps; for the diagonal state space model H channels, N modes.
 """
+
+from collections.abc import Mapping
 
 import numpy as np
 
-# Inputs that stay float32 where the others are bfloat16: gates, parameters of a state space, the embedding.
+# Inputs that stay float32 when the others are bfloat16: gates, parameters of a state space model, the embedding.
 WIDE = frozenset(
     ("log_decay", "beta", "input_gate", "forget_gate", "a", "lam", "embedding")
     + ("log_rate", "log_frequency", "c_re", "c_im", "skip")
 )
 
-SHAPES = {
+SHAPES: dict[str, dict[str, dict[str, int]]] = {
     "mesa": {
         "tiny": dict(B=2, T=11, H=2, K=8, V=12),
         "ragged": dict(B=1, T=70, H=2, K=16, V=24),
@@ -59,18 +61,19 @@ for _op in ("gated_linear_attention", "gated_linear_attention_vector", "delta_ru
     SHAPES[_op] = SHAPES["mesa"]
 
 
-def example(op, shape, *, seed=0):
-    """Inputs of `op` as a dict of numpy arrays in the order of its arguments: float32, targets int32.
+def example(op: str, shape: str | Mapping[str, int], *, seed: int = 0) -> dict[str, np.ndarray]:
+    """Returns random inputs of `op` by name, in the order of its arguments; float32, or int32 for targets.
 
     Args:
-      op: a key of `SHAPES`: an op, or one with "_vector": its form with one decay a key channel.
+      op: a key of `SHAPES`: the name of an op, or its name with "_vector" for the form with one decay per key channel.
       shape: a name in `SHAPES[op]`, or a dict of sizes like those there.
+      seed: of the random numbers.
     """
     sizes = SHAPES[op][shape] if isinstance(shape, str) else shape
     return _EXAMPLES[op](np.random.default_rng(seed), sizes)
 
 
-def _gated_linear_attention(rng, s):
+def _gated_linear_attention(rng: np.random.Generator, s: Mapping[str, int]) -> dict[str, np.ndarray]:
     rows = s["B"], s["T"], s["H"]
     return dict(
         q=_unit(rng, *rows, s["K"]),
@@ -81,12 +84,12 @@ def _gated_linear_attention(rng, s):
     )
 
 
-def _gated_linear_attention_vector(rng, s):
+def _gated_linear_attention_vector(rng: np.random.Generator, s: Mapping[str, int]) -> dict[str, np.ndarray]:
     log_decay = -np.exp(rng.uniform(-7, 0, (s["B"], s["T"], s["H"], s["K"]))).astype(np.float32)
     return _gated_linear_attention(rng, s) | dict(log_decay=log_decay)
 
 
-def _mlstm(rng, s):
+def _mlstm(rng: np.random.Generator, s: Mapping[str, int]) -> dict[str, np.ndarray]:
     rows = s["B"], s["T"], s["H"]
     return dict(
         q=_normal(rng, *rows, s["K"]),
@@ -97,16 +100,16 @@ def _mlstm(rng, s):
     )
 
 
-def _mesa(rng, s):
+def _mesa(rng: np.random.Generator, s: Mapping[str, int]) -> dict[str, np.ndarray]:
     lam = rng.uniform(0.25, 1.25, (s["H"], s["K"])).astype(np.float32)
     return dict(**_gated_linear_attention(rng, s), lam=lam)
 
 
-def _causal_conv1d(rng, s):
+def _causal_conv1d(rng: np.random.Generator, s: Mapping[str, int]) -> dict[str, np.ndarray]:
     return dict(x=_normal(rng, s["B"], s["T"], s["D"]), w=_normal(rng, s["W"], s["D"]), bias=_normal(rng, s["D"]))
 
 
-def _attention(rng, s):
+def _attention(rng: np.random.Generator, s: Mapping[str, int]) -> dict[str, np.ndarray]:
     return dict(
         q=_normal(rng, s["B"], s["T"], s["H"], s["K"]),
         k=_normal(rng, s["B"], s["T"], s["J"], s["K"]),
@@ -114,13 +117,13 @@ def _attention(rng, s):
     )
 
 
-def _linear_scan(rng, s):
+def _linear_scan(rng: np.random.Generator, s: Mapping[str, int]) -> dict[str, np.ndarray]:
     shape = s["B"], s["T"], s["D"]
     return dict(x=_normal(rng, *shape), a=np.exp(-np.exp(rng.uniform(-7, 1, shape))).astype(np.float32))
 
 
-def _diagonal_ssm(rng, s):
-    """The standard normal values of DSS's own initialisation; golden/dss_typical.npz is made the same way."""
+def _diagonal_ssm(rng: np.random.Generator, s: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """All values are standard normal, as in the initialisation of DSS and in tests/golden/dss_typical.npz."""
     modes, channels_and_modes = s["N"], (s["H"], s["N"])
     return dict(
         u=_normal(rng, s["B"], s["T"], s["H"]),
@@ -132,7 +135,7 @@ def _diagonal_ssm(rng, s):
     )
 
 
-def _softmax_cross_entropy(rng, s):
+def _softmax_cross_entropy(rng: np.random.Generator, s: Mapping[str, int]) -> dict[str, np.ndarray]:
     return dict(
         hidden=_normal(rng, s["B"], s["T"], s["D"]),
         embedding=(_normal(rng, s["V"], s["D"]) / np.float32(np.sqrt(s["D"]))),
@@ -140,11 +143,12 @@ def _softmax_cross_entropy(rng, s):
     )
 
 
-def _normal(rng, *shape):
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, dtype=np.float32)
 
 
-def _unit(rng, *shape):
+def _unit(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Returns normal vectors along the last axis, scaled to length 1."""
     x = _normal(rng, *shape)
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 

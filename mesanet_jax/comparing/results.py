@@ -70,7 +70,7 @@ def evaluation_path(config: Config, workdir: epath.Path, suffix: str) -> epath.P
 def read(config: Config, workdir: epath.Path) -> Result:
     """Reads a run that is trained and evaluated. Its seeds and its data are those stored in its last checkpoint."""
     saved = checkpoint.Checkpoints(workdir)
-    about = saved.about(config.steps)
+    metadata = saved.metadata(config.steps)
     saved.close()
     evaluated = json.loads(evaluation_path(config, workdir, ".json").read_text())
     records = read_json_lines(workdir / "metrics.jsonl")
@@ -84,10 +84,10 @@ def read(config: Config, workdir: epath.Path) -> Result:
         tokens_per_second=statistics.median(speeds) if speeds else None,
         memory_gb=max(memory, default=None),
         steps=config.steps,
-        batch=(about["config"]["data"]["batch_size"], about["config"]["data"]["seq_len"]),
-        seed=about["config"]["seed"],
-        order_seed=about["config"]["data"]["seed"],
-        data=about["data"],
+        batch=(metadata["config"]["data"]["batch_size"], metadata["config"]["data"]["seq_len"]),
+        seed=metadata["config"]["seed"],
+        order_seed=metadata["config"]["data"]["seed"],
+        data=metadata["data"],
         evaluated_data=evaluated["fingerprint"],
         evaluation=_evaluation(evaluated),
         modes=evaluated["modes"],

@@ -51,7 +51,7 @@ def test_missing_compiler_is_one_line(tmp_path, monkeypatch):
 def test_mesh_that_does_not_fit_proposes_one():
     with pytest.raises(
         UserError,
-        match="data=3, fsdp=2, tensor=1, sequence=1, but here are 8 devices; try .*data=-1 .*fsdp=2 .*tensor=1",
+        match="data=3, fsdp=2, tensor=1, sequence=1: .* number of devices, 8; try .*data=-1 .*fsdp=2 .*tensor=1",
     ):
         mesh_lib.make_mesh((3, 2, 1), jax.devices()[:8])
     with pytest.raises(
@@ -141,5 +141,5 @@ def test_slices_split_the_data_axis_first():
     slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
     assert (slices[:2] == slices[0, 0, 0]).all() and (slices[2:] == slices[2, 0, 0]).all()
     assert slices[0, 0, 0] != slices[2, 0, 0]
-    with pytest.raises(UserError, match="in 2 slices, which data must be a multiple of; try .*fsdp=4 "):
+    with pytest.raises(UserError, match="data is 1 and must be a multiple of the number of slices, 2; try .*fsdp=4 "):
         mesh_lib.make_mesh((-1, 8, 1), devices)

@@ -43,7 +43,7 @@ def against_reference(sizes, *, boundaries, dtype, limit, activation="silu"):
 )
 def test_kernels_are_the_convolution(monkeypatch, sizes, boundaries, activation):
     """Where the last block of channels is moved back, two programs write the same: not a race that matters."""
-    monkeypatch.setattr(pallas_gpu, "SPAN", 16)
+    monkeypatch.setattr(pallas_gpu, "BLOCK_TOKENS", 16)
     monkeypatch.setattr(tiles, "unsupported_reason", lambda sizes: "")
     with plgpu.force_gpu_interpret_mode():
         against_reference(sizes, boundaries=boundaries, dtype=jnp.float32, limit=1e-6, activation=activation)
@@ -53,7 +53,7 @@ def test_kernels_are_the_convolution(monkeypatch, sizes, boundaries, activation)
 @pytest.mark.parametrize("dtype, limit", [(jnp.float32, 1e-6), (jnp.bfloat16, 5e-3)])
 def test_documents_across_spans_keep_apart(monkeypatch, dtype, limit):
     """Spans of turns and one with a rest; what one document has no number for, no other document's tokens see."""
-    monkeypatch.setattr(pallas_gpu, "SPAN", 16)
+    monkeypatch.setattr(pallas_gpu, "BLOCK_TOKENS", 16)
     sizes, start = dict(B=2, T=41, D=256, W=4), 18
     with interpreted(monkeypatch):
         inputs, found, run = against_reference(sizes, boundaries=(2, 15, start - 1), dtype=dtype, limit=limit)

@@ -30,7 +30,7 @@ def against_reference(sizes, *, dtype, limit, boundaries=()):
 def test_kernels_are_the_scan(monkeypatch, length):
     """Fewer tokens than a turn, or turns and a rest; a last block of channels that is moved back."""
     monkeypatch.setattr(pallas_gpu, "unsupported_reason", lambda *_: "")
-    monkeypatch.setattr(pallas_gpu, "TURN", 8)
+    monkeypatch.setattr(pallas_gpu, "GROUP", 8)
     monkeypatch.setattr(pallas_gpu, "STAGES", 2)
     with plgpu.force_gpu_interpret_mode():
         against_reference(dict(B=2, T=length, D=200), dtype=jnp.float32, limit=1e-6, boundaries=(2, length - 4))

@@ -30,7 +30,7 @@ def test_kernel_is_the_scan(length, channels, interpret, reverse):
 def test_what_the_kernel_lacks():
     with jax.enable_x64(True), pytest.raises(NotImplementedError, match="'pallas_tpu' has no float64"):
         x_BTD = jnp.zeros((1, 8, 8), jnp.float64)
-        pallas_tpu.linear_scan(x_BTD, x_BTD, x_BTD[:, 0], jnp.zeros((1, 8), jnp.int32))
+        pallas_tpu.linear_scan_pallas_tpu(x_BTD, x_BTD, x_BTD[:, 0], jnp.zeros((1, 8), jnp.int32))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Rows whose time is split over devices: the same numbers as on one, and for recurrent ops nothing sent but states."""
+"""Ops on rows that are split over devices along time: results equal those of one device, and little data is sent."""
 
 import math
 import re
@@ -23,13 +23,13 @@ OPTIONS = {
     "diagonal_ssm": dict(chunk_size=16),
     "softmax_cross_entropy": dict(block_size=48),
 }
-# One document goes over three spans of 64, one starts with a span, one lies within a span.
+# Shards have 64 tokens. One document covers three of them, one starts with a shard, one lies inside a shard.
 BOUNDARIES = (5, 192, 200, 230)
 
 
 @pytest.fixture
 def mesh():
-    """Makes a mesh of named sizes; the whole test runs with its axes."""
+    """Returns a function that makes a mesh of named sizes; the test runs with its axes declared to the kernels."""
 
     def make(**sizes):
         return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
@@ -39,7 +39,7 @@ def mesh():
 
 
 def program(op, options, sizes, *, boundaries=BOUNDARIES):
-    """(call, arguments, sharding of each): outputs and gradients of an op, its states included."""
+    """Returns (a function that computes an op's outputs, final state and all gradients, its arguments)."""
     inputs = shapes.example(op, {axis: sizes[axis] for axis in shapes.SHAPES[op]["tiny"]})
     fixed = {name: x for name, x in inputs.items() if not np.issubdtype(x.dtype, np.floating)}
     segments = op in cases.OVER_DOCUMENTS and boundaries
@@ -63,7 +63,7 @@ def program(op, options, sizes, *, boundaries=BOUNDARIES):
 
 
 def placed(tree, mesh, length):
-    """Arrays of rows split over batch, time and heads, others whole."""
+    """Places the arrays of a tree: those with a time axis split over batch, time and heads, the others replicated."""
 
     def spec(x):
         rows = x.ndim > 1 and x.shape[1] == length and length % mesh.shape["sequence"] == 0
@@ -74,7 +74,7 @@ def placed(tree, mesh, length):
 
 
 def moved(compiled):
-    """{collective: largest number of elements that one of them gives a device}."""
+    """Returns, for each kind of collective, the largest number of elements that one of them sends to a device."""
     found = {}
     pattern = r"= (.*?) (all-gather|all-to-all|collective-permute)(?:-start)?\("
     for result, kind in re.findall(pattern, compiled.as_text()):
@@ -95,7 +95,7 @@ def assert_equal_on(mesh, op, options=None, sizes=SIZES, **kwargs):
     return compiled
 
 
-QUICK = ("delta_rule", "mlstm", "linear_scan", "attention")  # Mesa's states: tests/test_sequence.py
+QUICK = ("delta_rule", "mlstm", "linear_scan", "attention")  # tests/training/test_sequence.py runs Mesa's layer
 CASES = [
     *((op, {}) for op in QUICK),
     ("attention", {"window": 40}),
@@ -107,7 +107,7 @@ CASES = [
 
 @pytest.mark.parametrize("op, options", CASES)
 def test_rows_over_four_devices(op, options, mesh):
-    """The values of every output and gradient, and that no op but attention gathers anything as long as a row."""
+    """Outputs and gradients are right, and only attention gathers anything of the length of a row."""
     compiled = assert_equal_on(mesh(sequence=4, tensor=2), op, options)
     sent = moved(compiled)
     if op == "attention":
@@ -128,8 +128,8 @@ def test_batch_heads_and_time(op, mesh):
     "length, op",
     [(8, "causal_conv1d"), *(pytest.param(12, op, marks=pytest.mark.slow) for op in cases.OVER_DOCUMENTS)],
 )
-def test_spans_of_two_and_three_tokens(length, op, mesh):
-    """Shorter than a convolution's reach and than any chunk; documents of a token."""
+def test_shards_of_two_and_three_tokens(length, op, mesh):
+    """The shards are shorter than the kernel of the convolution and any chunk; some documents have one token."""
     assert_equal_on(mesh(sequence=4), op, {}, SIZES | {"T": length}, boundaries=(1, 2, 4))
 
 
@@ -145,7 +145,7 @@ def test_transforms(mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", cases.RECURRENT)
 def test_half_precision(op, mesh):
-    """Inputs that are rounded to bfloat16, as accurate as on one device (kernel-api.md, Accuracy)."""
+    """With bfloat16 inputs, results are as accurate as on one device."""
     call, (changed, state, fixed) = program(op, {}, SIZES)
     wanted = jax.jit(call)(cases.rounded(changed), state, fixed)
     halves = cases.cast_floating(changed, jnp.bfloat16)
@@ -156,19 +156,19 @@ def test_half_precision(op, mesh):
     assert max(errors.values()) < 5e-3, errors
 
 
-def test_a_kernel_inside_of_a_span(mesh):
-    """Time is split already: a kernel is called on each device's rows, span and heads."""
+def test_kernel_inside_a_shard(mesh):
+    """Inside `map_shards`, a kernel is called with each device's own rows, tokens and heads."""
     seen = []
 
     def kernel(x_BTH, lam_H):
         seen.append((x_BTH.shape, lam_H.shape))
         return (jnp.sin(x_BTH) * lam_H,)
 
-    def on_span(rows, whole):
-        return partition.partitioned(kernel, (*rows, *whole), axes=("BTH", "H"), results=("BTH",))[0], ()
+    def on_shard(per_token, shared):
+        return partition.partitioned(kernel, (*per_token, *shared), axes=("BTH", "H"), results=("BTH",))[0], ()
 
     def total(x_BTH, lam_H):
-        y_BTH, _ = sequence_parallel.split(on_span, (x_BTH,), (lam_H,), axes=partition.time_axes(x_BTH.shape[1]))
+        y_BTH, _ = sequence_parallel.map_shards(on_shard, (x_BTH,), (lam_H,), axes=partition.time_axes(x_BTH.shape[1]))
         return jnp.sum(y_BTH)
 
     x_BTH, lam_H = jnp.asarray(np.random.default_rng(0).standard_normal((4, 6, 4)), jnp.float32), 1.0 + jnp.arange(4)

@@ -125,7 +125,7 @@ def test_batch_that_the_mesh_does_not_divide():
 
 @pytest.mark.parametrize("sizes", [(3, 1, 1), (-1, 3, 1), (2, 2, 1)], ids=str)
 def test_mesh_that_the_devices_do_not_fill(sizes):
-    with pytest.raises(UserError, match="but here are 8 devices; try --config.mesh.data=-1"):
+    with pytest.raises(UserError, match="must be the number of devices, 8; try --config.mesh.data=-1"):
         mesh_lib.make_mesh(sizes)
 
 

@@ -1,6 +1,6 @@
-"""Softmax attention of some queries over some keys under a mask: what training and decoding share.
+"""Softmax attention of some queries over some keys under a mask, for training and decoding.
 
-B batch, C queries, S keys, J key heads, G queries a key head, K key size, V value size.
+B batch, C queries, S keys, H query heads, J key heads, G query heads per key head, K key size, V value size.
 """
 
 import jax
@@ -8,15 +8,22 @@ import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
 
-MASKED = -1e30  # exp() of it is exactly 0; not -inf, which makes NaN of a row that sees nothing (padding)
+# The score of a masked pair. Its exponential is exactly 0. It is not -inf, because a query that sees no key (padding)
+# would then give NaN.
+MASKED = -1e30
 
 
-def masked_attention(q_BCHK, k_BSJK, v_BSJV, visible_BCS, *, scale):
-    """o [B, C, H, V] in the accumulation dtype; scores and softmax too. A masked pair has weight exactly 0.
+def masked_attention(q_BCHK, k_BSJK, v_BSJV, visible_BCS, *, scale: float) -> jax.Array:
+    """Returns o [B, C, H, V] in the accumulation dtype, in which scores and softmax are computed too.
+
+    A masked pair has a weight of exactly 0.
 
     Args:
-      q_BCHK: query head h belongs to key head h // (H / J).
-      visible_BCS: bool, what a query may see; a batch of 1 serves all.
+      q_BCHK: queries; query head h reads key head h // (H / J).
+      k_BSJK: keys.
+      v_BSJV: values.
+      visible_BCS: bool, the keys that each query may see. A first axis of size 1 applies to every row.
+      scale: the factor applied to the scores.
     """
     dtype = accumulation_dtype(q_BCHK, k_BSJK, v_BSJV)
     batch, queries, heads, key_size = q_BCHK.shape

@@ -1,15 +1,17 @@
-"""Causal attention as it is defined, all scores at once.
+"""Causal attention as it is defined: all scores at once.
 
-B batch, T time, S keys, H query heads = J key heads x G queries a key head, K key size, V value size.
+B batch, T time, S keys, H query heads, J key heads, K key size, V value size.
 """
 
 import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
+from mesanet_kernels.ops.attention.xla import AttentionOptions
 
 
-def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
+def attention_reference(options: AttentionOptions, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT) -> jax.Array:
+    """Computes `api.attention`."""
     length = q_BTHK.shape[1]
     age_TT = jnp.arange(length)[:, None] - jnp.arange(length)
     visible_TT = (age_TT >= 0) & (age_TT < (options.window or length))
@@ -17,7 +19,7 @@ def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
     return attend_visible(q_BTHK, k_BTJK, v_BTJV, visible_BTT, scale=options.scale).astype(v_BTJV.dtype)
 
 
-def attend_visible(q_BTHK, k_BSJK, v_BSJV, visible_BTS, *, scale):
+def attend_visible(q_BTHK, k_BSJK, v_BSJV, visible_BTS, *, scale: float) -> jax.Array:
     """Returns o [B, T, H, V] in the accumulation dtype: softmax attention over the keys that each query may see.
 
     Takes the arguments of `masked.masked_attention`.

@@ -1,6 +1,6 @@
-"""Causal attention a block of queries at a time, in plain XLA: memory linear in T.
+"""Causal attention in plain XLA, computed for one block of queries at a time, so that memory is linear in T.
 
-B batch, T time, L keys and values, N blocks, C queries of a block, S keys a block may see, H query heads, J key heads,
+B batch, T queries, L keys, N blocks, C queries of a block, S keys that a block may see, H query heads, J key heads,
 K key size, V value size.
 """
 
@@ -13,29 +13,53 @@ from mesanet_kernels.checks import accumulation_dtype
 from mesanet_kernels.linear_recurrence.chunks import pad_time
 from mesanet_kernels.ops.attention.masked import masked_attention
 
-BLOCK = 128
+BLOCK = 128  # queries per block
 
 
-class Options(NamedTuple):
+class AttentionOptions(NamedTuple):
+    """The static settings of one call of `attention`.
+
+    Attributes:
+      window: the number of tokens that a token sees, itself included; None for all earlier tokens.
+      scale: the factor applied to the scores.
+      one_document: whether each row is one document, because no segment_ids were given.
+    """
+
     window: int | None
     scale: float
-    one_document: bool  # no segment_ids were given
+    one_document: bool
 
 
-def attention(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT):
+def attention_xla(options: AttentionOptions, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT) -> jax.Array:
+    """Computes `api.attention`, for rows that are not split over devices along time."""
     return attend(options, q_BTHK, k_BTJK, v_BTJV, segment_ids_BT, segment_ids_BT, start=0)
 
 
-def attend(options, q_BTHK, k_BLJK, v_BLJV, segment_ids_BT, key_segment_ids_BL, *, start):
-    """The queries are those at `start`, `start` + 1, ... of the L tokens; it may be traced."""
+def attend(
+    options: AttentionOptions,
+    q_BTHK,
+    k_BLJK,
+    v_BLJV,
+    segment_ids_BT,
+    key_segment_ids_BL,
+    *,
+    start: int | jax.Array,
+) -> jax.Array:
+    """Returns o [B, T, H, V] of the T queries that belong to tokens `start`, `start` + 1, ... of the L tokens.
+
+    Args:
+      segment_ids_BT: the document of each query.
+      key_segment_ids_BL: the document of each key.
+      start: may be traced.
+    """
     length, block = k_BLJK.shape[1], min(BLOCK, q_BTHK.shape[1])
     window = min(options.window or length, length)
     seen = min(length, window + block - 1)
-    # Keys stay in the accumulation dtype outside the scan, so that their gradients are summed over blocks in it.
+    # Outside the scan, keys and values have the accumulation dtype, so that their gradients are summed in it.
     dtype = accumulation_dtype(q_BTHK, k_BLJK, v_BLJV)
     wide_k_BLJK, wide_v_BLJV = k_BLJK.astype(dtype), v_BLJV.astype(dtype)
 
-    @jax.checkpoint  # scores and softmax of one block at a time, in the backward pass too
+    @jax.checkpoint  # so that the backward pass, too, holds the scores of one block only
     def attend_block(_, inputs):
         begin, q_BCHK, segment_ids_BC = inputs
         first = jnp.clip(begin + block - seen, 0, length - seen)
@@ -61,8 +85,8 @@ def attend(options, q_BTHK, k_BLJK, v_BLJV, segment_ids_BT, key_segment_ids_BL, 
     return jnp.moveaxis(o_NBCHV, 0, 1).reshape(*q_BTHK.shape[:1], -1, *o_NBCHV.shape[3:])[:, : q_BTHK.shape[1]]
 
 
-def _blocks(x_BT, block):
-    """[B, T, ...] -> [N, B, C, ...]; padded queries are computed and dropped."""
+def _blocks(x_BT: jax.Array, block: int) -> jax.Array:
+    """Reshapes [B, T, ...] to [N, B, C, ...], padding T. Padded queries are computed and their results dropped."""
     x_BT = pad_time(x_BT, chunk=block)
     batch, time, *rest = x_BT.shape
     return jnp.moveaxis(x_BT.reshape(batch, time // block, block, *rest), 1, 0)

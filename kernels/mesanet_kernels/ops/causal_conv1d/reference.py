@@ -1,8 +1,9 @@
 """Causal depthwise convolution as it is defined: a scan over tokens that keeps the last W inputs.
 
-B batch, T time, D channels, W taps.
+B batch, T time, D channels, W taps, X = W - 1 earlier inputs.
 """
 
+import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
@@ -10,7 +11,10 @@ from mesanet_kernels.linear_recurrence.token_scan import scan_tokens
 from mesanet_kernels.ops.causal_conv1d.xla import ACTIVATIONS
 
 
-def causal_conv1d(activation, x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT):
+def causal_conv1d_reference(
+    activation: str | None, x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT
+) -> tuple[jax.Array, jax.Array]:
+    """Computes `api.causal_conv1d`; `tail` is the initial state."""
     dtype = accumulation_dtype(x_BTD)
 
     def step(tail_BXD, token):

@@ -1,12 +1,10 @@
-"""Causal depthwise convolution as W shifted multiply-adds.
+"""Causal depthwise convolution in plain XLA, as W shifted multiply-adds.
 
-The gradient is written out, to keep only the inputs (autodiff keeps W shifted float32 copies of x) and because
-fused transposes of the shifts are ten times as slow on a CPU.
+The gradient is written by hand, so that only the inputs are kept for it: automatic differentiation would keep W shifted
+float32 copies of x, and XLA runs the transposes of the shifts slowly on a CPU.
 
 B batch, T time, D channels, W taps, X = W - 1 earlier inputs, S = T + X.
 """
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +14,16 @@ from mesanet_kernels.checks import accumulation_dtype
 ACTIVATIONS = {None: lambda x: x, "silu": jax.nn.silu}
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def causal_conv1d(activation, x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT):
-    """`tail` are the inputs before the first, of the first token's document."""
+def _causal_conv1d(
+    activation: str | None, x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT
+) -> tuple[jax.Array, jax.Array]:
+    """Computes `api.causal_conv1d`; `tail` is the initial state."""
     z_BTD = _convolve(x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT)
     return ACTIVATIONS[activation](z_BTD).astype(x_BTD.dtype), last_inputs(x_BTD, tail_BXD, segment_ids_BT)
 
 
 def _forward(activation, *inputs):
-    return causal_conv1d(activation, *inputs), inputs
+    return _causal_conv1d(activation, *inputs), inputs
 
 
 def _backward(activation, inputs, cotangents):
@@ -34,7 +33,7 @@ def _backward(activation, inputs, cotangents):
     dtype = accumulation_dtype(x_BTD)
     _, through_activation = jax.vjp(ACTIVATIONS[activation], _convolve(*inputs))
     (dz_BTD,) = through_activation(dy_BTD.astype(dtype))
-    dz_BTD = jax.lax.optimization_barrier(dz_BTD)  # else computed anew for every tap
+    dz_BTD = jax.lax.optimization_barrier(dz_BTD)  # otherwise XLA computes it again for every tap
 
     x_BSD = jnp.concatenate([tail_BXD, x_BTD], axis=1)
     edges = (0, 0), (width - 1, width - 1), (0, 0)
@@ -57,11 +56,12 @@ def _backward(activation, inputs, cotangents):
     return dx_BTD, jnp.stack(dw_WD).astype(w_WD.dtype), dbias_D, dtail_BXD, None
 
 
-causal_conv1d.defvjp(_forward, _backward)
+causal_conv1d_xla = jax.custom_vjp(_causal_conv1d, nondiff_argnums=(0,))
+causal_conv1d_xla.defvjp(_forward, _backward)
 
 
-def _convolve(x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT):
-    """The sums before the activation, in the accumulation dtype."""
+def _convolve(x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT) -> jax.Array:
+    """Returns the sums before the activation [B, T, D], in the accumulation dtype."""
     (width, _), length = w_WD.shape, x_BTD.shape[1]
     dtype = accumulation_dtype(x_BTD)
     x_BSD = jnp.concatenate([tail_BXD, x_BTD], axis=1)
@@ -72,14 +72,18 @@ def _convolve(x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT):
     return z_BTD
 
 
-def same_document(segment_ids_BT, width, tap):
-    """Whether the input that `tap` meets at each token is of that token's document, [B, T, 1]."""
+def same_document(segment_ids_BT: jax.Array, width: int, tap: int) -> jax.Array:
+    """Returns bool [B, T, 1]: whether the input that `tap` multiplies belongs to the document of the token itself.
+
+    Args:
+      width: the number of taps W.
+    """
     segment_ids_BS = jnp.pad(segment_ids_BT, ((0, 0), (width - 1, 0)), mode="edge")
     return (segment_ids_BS[:, tap : tap + segment_ids_BT.shape[1]] == segment_ids_BT)[..., None]
 
 
-def last_inputs(x_BTD, tail_BXD, segment_ids_BT):
-    """The last W - 1 inputs; zero where they are of an earlier document than the last token's."""
+def last_inputs(x_BTD: jax.Array, tail_BXD: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """Returns the last W - 1 inputs [B, W-1, D], zero where they belong to an earlier document than the last token."""
     kept = tail_BXD.shape[1]
     x_BSD = jnp.concatenate([tail_BXD, x_BTD], axis=1)
     segment_ids_BS = jnp.pad(segment_ids_BT, ((0, 0), (kept, 0)), mode="edge")

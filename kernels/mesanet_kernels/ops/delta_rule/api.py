@@ -61,10 +61,10 @@ def delta_rule(
     dtype = checks.accumulation_dtype(q, k, v)
     log_decay = jnp.zeros(beta.shape, dtype) if log_decay is None else log_decay.astype(dtype)
     state = jnp.zeros([sizes[axis] for axis in "BHKV"], dtype) if initial_state is None else initial_state.astype(dtype)
-    chunk = chunks.pick_chunk(chunk_size, sequence_parallel.span_length(sizes["T"]))
-    memory = sequence_parallel.Memory(partial(summarise, chunk), advance)
-    rows = q, k, v, beta.astype(dtype), log_decay
-    return sequence_parallel.recurrent(partial(run, chunk), memory, rows, (), state, segment_ids)
+    chunk = chunks.pick_chunk(chunk_size, sequence_parallel.shard_length(sizes["T"]))
+    transition = sequence_parallel.ShardTransition(partial(summarise, chunk), advance)
+    per_token = q, k, v, beta.astype(dtype), log_decay
+    return sequence_parallel.run_recurrent_op(partial(run, chunk), transition, per_token, (), state, segment_ids)
 
 
 def delta_rule_step(

@@ -1,7 +1,7 @@
-"""The diagonal state space as one convolution over the row, by Fourier transforms of twice its length.
+"""The diagonal state space model as one convolution over the row, by Fourier transforms of twice its length.
 
-For rows of one document: a transform sees all tokens at once, and even its rounding would carry one document into
-another. (It does carry the future into the past, by one part in 10^7 of the largest input.)
+It is for rows of one document. A Fourier transform mixes all tokens, so its rounding errors leak from later tokens to
+earlier ones (about 1e-7 of the largest input), and would leak from one document to another.
 
 B batch, T time, F frequencies, H channels, N modes.
 """
@@ -17,8 +17,10 @@ from mesanet_kernels.recompute import recomputed
 
 
 @recomputed
-def diagonal_ssm(chunk, u_BTH, log_rate_N, log_frequency_N, c_re_HN, c_im_HN, skip_H, state, segment_ids_BT):
-    """Returns (y [B,T,H], final state); `chunk` does not apply."""
+def diagonal_ssm_fft(
+    chunk: int, u_BTH, log_rate_N, log_frequency_N, c_re_HN, c_im_HN, skip_H, state, segment_ids_BT
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Computes `api.diagonal_ssm`; `chunk` has no effect."""
     del chunk, segment_ids_BT
     dtype, length = accumulation_dtype(u_BTH), u_BTH.shape[1]
     u32_BTH = u_BTH.astype(dtype)
@@ -28,7 +30,7 @@ def diagonal_ssm(chunk, u_BTH, log_rate_N, log_frequency_N, c_re_HN, c_im_HN, sk
     powers_TN = jnp.exp(time_T1 * lambda_N)
 
     kernel_TH = product("tm,hm->th", parts(powers_TN.conj()), parts(scaled(c_HN, gain_N)), dtype)
-    size = 2 ** (2 * length - 1).bit_length()  # a power of two: other lengths are slow on TPUs
+    size = 2 ** (2 * length - 1).bit_length()  # a power of two, because transforms of other lengths are slow on TPUs
     spectrum_BFH = scaled(jnp.fft.rfft(u32_BTH, n=size, axis=1), jnp.fft.rfft(kernel_TH, n=size, axis=0))
     y_BTH = jnp.fft.irfft(spectrum_BFH, n=size, axis=1)[:, :length]
 

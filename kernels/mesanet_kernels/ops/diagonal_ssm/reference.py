@@ -1,4 +1,4 @@
-"""The diagonal state space as it is defined: one token after the other, differentiated by autodiff.
+"""The diagonal state space model as it is defined: a loop over tokens, differentiated automatically.
 
 B batch, T time, H channels, N modes.
 """
@@ -11,8 +11,10 @@ from mesanet_kernels.linear_recurrence.token_scan import scan_tokens
 from mesanet_kernels.ops.diagonal_ssm.discretise import zero_order_hold
 
 
-def diagonal_ssm(chunk, u_BTH, log_rate_N, log_frequency_N, c_re_HN, c_im_HN, skip_H, state, segment_ids_BT):
-    """`state` is (real part, imaginary part), each [B,H,N]; `chunk` does not apply."""
+def diagonal_ssm_reference(
+    chunk: int, u_BTH, log_rate_N, log_frequency_N, c_re_HN, c_im_HN, skip_H, state, segment_ids_BT
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Computes `api.diagonal_ssm`; `chunk` has no effect."""
     del chunk
     dtype = accumulation_dtype(u_BTH)
     lambda_N, gain_N = zero_order_hold(log_rate_N, log_frequency_N)

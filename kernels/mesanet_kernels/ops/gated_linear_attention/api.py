@@ -12,7 +12,7 @@ from mesanet_kernels import checks, dispatch, sequence_parallel
 from mesanet_kernels.dispatch import PlatformKernel
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.gated_linear_attention import pallas_gpu, pallas_tpu, reference, xla
-from mesanet_kernels.ops.gated_linear_attention.sequence_parallel import MEMORY
+from mesanet_kernels.ops.gated_linear_attention.sequence_parallel import SHARD_TRANSITION
 
 IMPLEMENTATIONS = {
     "reference": reference.gated_linear_attention_reference,
@@ -85,8 +85,10 @@ def gated_linear_attention(
     dtype = checks.accumulation_dtype(q, k, v)
     beta = jnp.ones(q.shape[:3], dtype) if beta is None else beta.astype(dtype)
     state = jnp.zeros([sizes[axis] for axis in "BHKV"], dtype) if initial_state is None else initial_state.astype(dtype)
-    run = partial(run, chunks.pick_chunk(chunk_size, sequence_parallel.span_length(sizes["T"])))
-    return sequence_parallel.recurrent(run, MEMORY, (q, k, v, log_decay.astype(dtype), beta), (), state, segment_ids)
+    run = partial(run, chunks.pick_chunk(chunk_size, sequence_parallel.shard_length(sizes["T"])))
+    return sequence_parallel.run_recurrent_op(
+        run, SHARD_TRANSITION, (q, k, v, log_decay.astype(dtype), beta), (), state, segment_ids
+    )
 
 
 def gated_linear_attention_step(

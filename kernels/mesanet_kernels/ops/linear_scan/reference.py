@@ -1,13 +1,16 @@
-"""The linear scan as it is defined: one token after the other, differentiated by autodiff.
+"""The linear scan as it is defined: a loop over tokens, differentiated automatically.
 
 B batch, T time, D channels.
 """
+
+import jax
 
 from mesanet_kernels.checks import accumulation_dtype
 from mesanet_kernels.linear_recurrence.token_scan import scan_tokens
 
 
-def linear_scan(x_BTD, a_BTD, state_BD, segment_ids_BT):
+def linear_scan_reference(x_BTD, a_BTD, state_BD, segment_ids_BT) -> tuple[jax.Array, jax.Array]:
+    """Computes `api.linear_scan`."""
     dtype = accumulation_dtype(x_BTD, a_BTD)
 
     def step(state_BD, token):

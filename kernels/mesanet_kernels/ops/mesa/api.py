@@ -15,7 +15,7 @@ from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.mesa import pallas_gpu, pallas_tpu, reference, step_gpu, xla
 from mesanet_kernels.ops.mesa.options import MESA_SOLUTION as MESA_SOLUTION  # public
 from mesanet_kernels.ops.mesa.options import MesaOptions
-from mesanet_kernels.ops.mesa.sequence_parallel import MEMORY
+from mesanet_kernels.ops.mesa.sequence_parallel import SHARD_TRANSITION
 
 IMPLEMENTATIONS = {
     "reference": reference.mesa_reference,
@@ -112,15 +112,17 @@ def mesa(
 
     dtype = checks.accumulation_dtype(q, k, v)
     state = _initial_state(sizes, dtype) if initial_state is None else tuple(s.astype(dtype) for s in initial_state)
-    chunk = chunks.pick_chunk(chunk_size, sequence_parallel.span_length(sizes["T"]))
+    chunk = chunks.pick_chunk(chunk_size, sequence_parallel.shard_length(sizes["T"]))
     options = MesaOptions(solver, max_iters, float(tol), chunk)
 
     def outputs_and_state(*arrays):
         o, final_state, iterations = run(options, *arrays)
         return (o, iterations), final_state
 
-    rows, whole = (q, k, v, log_decay.astype(dtype), beta.astype(dtype)), (lam.astype(dtype),)
-    (o, iterations), state = sequence_parallel.recurrent(outputs_and_state, MEMORY, rows, whole, state, segment_ids)
+    per_token = q, k, v, log_decay.astype(dtype), beta.astype(dtype)
+    (o, iterations), state = sequence_parallel.run_recurrent_op(
+        outputs_and_state, SHARD_TRANSITION, per_token, (lam.astype(dtype),), state, segment_ids
+    )
     return MesaOutput(o, state, iterations)
 
 

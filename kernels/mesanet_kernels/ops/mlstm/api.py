@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from mesanet_kernels import checks, dispatch, sequence_parallel
 from mesanet_kernels.linear_recurrence import chunks
 from mesanet_kernels.ops.mlstm import reference, xla
-from mesanet_kernels.ops.mlstm.sequence_parallel import MEMORY
+from mesanet_kernels.ops.mlstm.sequence_parallel import SHARD_TRANSITION
 
 type MlstmState = tuple[jax.Array, jax.Array, jax.Array]  # C, n and m
 
@@ -68,9 +68,9 @@ def mlstm(
     dtype = checks.accumulation_dtype(q, k, v)
     empty_state = (jnp.zeros([sizes[axis] for axis in axes]) for axes in STATE_AXES)
     state = tuple(x.astype(dtype) for x in initial_state or empty_state)
-    run = partial(run, chunks.pick_chunk(chunk_size, sequence_parallel.span_length(sizes["T"])))
+    run = partial(run, chunks.pick_chunk(chunk_size, sequence_parallel.shard_length(sizes["T"])))
     rows = q, k, v, input_gate.astype(dtype), forget_gate.astype(dtype)
-    return sequence_parallel.recurrent(run, MEMORY, rows, (), state, segment_ids)
+    return sequence_parallel.run_recurrent_op(run, SHARD_TRANSITION, rows, (), state, segment_ids)
 
 
 def mlstm_step(

@@ -1,42 +1,59 @@
-"""Public `softmax_cross_entropy`: checks, defaults, choice of implementation.
+"""The public function `softmax_cross_entropy`: checks, defaults and the choice of an implementation.
 
 B batch, T time, D channels, V vocabulary.
 """
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 
 from mesanet_kernels import checks, dispatch, sequence_parallel
 from mesanet_kernels.ops.softmax_cross_entropy import reference, xla
 
-IMPLEMENTATIONS = {"reference": reference.softmax_cross_entropy, "xla": xla.softmax_cross_entropy}
+IMPLEMENTATIONS = {
+    "reference": reference.softmax_cross_entropy_reference,
+    "xla": xla.softmax_cross_entropy_xla,
+}
 
 
 def softmax_cross_entropy(
-    hidden, embedding, targets, *, softcap=None, weights=None, vocab_size=None, block_size=512, implementation=None
-):
-    """Per-token negative log-likelihood, in nats, of a head tied to the embedding; never all logits at once.
+    hidden: jax.Array,
+    embedding: jax.Array,
+    targets: jax.Array,
+    *,
+    softcap: float | None = None,
+    weights: jax.Array | None = None,
+    vocab_size: int | None = None,
+    block_size: int = 512,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Computes the negative log-likelihood of each token, in nats, for an output layer tied to the embedding.
+
+    The logits of all tokens never exist at once.
 
         loss_t = weight_t (logsumexp(z_t) - z_t[target_t]),   z_t = softcap tanh(embedding hidden_t / softcap)
 
     Args:
-      hidden: [B, T, D]; products take operands of this dtype and accumulate in float32.
-      embedding: [V, D]; its gradient is accumulated in float32.
+      hidden: [B, T, D]. Matrix products take operands of this dtype and accumulate in float32.
+      embedding: [V, D]. Its gradient is accumulated in float32.
       targets: int [B, T], in [0, vocab_size).
-      softcap: bound on the logits' size; None leaves them.
-      weights: [B, T]; 0 gives a loss of exactly 0 and no gradient. Default 1.
-      vocab_size: rows of the embedding from here on are padding, of probability 0. Default V.
-      block_size: time steps whose logits exist at a time ("xla").
-      implementation: "reference", "xla", or None for the best.
+      softcap: the bound on the absolute value of the logits; None for no bound.
+      weights: [B, T]. A weight of 0 gives a loss of exactly 0 and no gradient. Default 1.
+      vocab_size: the rows of the embedding from this one on are padding and have probability 0. Default V.
+      block_size: the number of tokens of a row whose logits exist at a time ("xla").
+      implementation: "reference", "xla", or None for "xla".
 
     Returns:
-      [B, T] float32.
+      float32 [B, T] (float64 if `hidden` is float64).
 
     Raises:
-      ValueError: shapes, dtypes or numbers that do not fit. NotImplementedError: unknown implementation.
+      ValueError: a shape, a dtype or a number is wrong.
+      NotImplementedError: there is no such implementation.
     """
-    run = dispatch.choose("softmax_cross_entropy", implementation, IMPLEMENTATIONS, default=xla.softmax_cross_entropy)
+    run = dispatch.choose(
+        "softmax_cross_entropy", implementation, IMPLEMENTATIONS, default=xla.softmax_cross_entropy_xla
+    )
     sizes = checks.check_shapes(
         "softmax_cross_entropy",
         {
@@ -59,5 +76,5 @@ def softmax_cross_entropy(
 
     dtype = checks.accumulation_dtype(hidden)
     weights = jnp.ones(targets.shape, dtype) if weights is None else weights.astype(dtype)
-    options = xla.Options(softcap, vocab_size, min(block_size, sequence_parallel.span_length(sizes["T"])))
-    return sequence_parallel.by_token(partial(run, options), (hidden, targets, weights), (embedding,))
+    options = xla.CrossEntropyOptions(softcap, vocab_size, min(block_size, sequence_parallel.shard_length(sizes["T"])))
+    return sequence_parallel.run_per_token_op(partial(run, options), (hidden, targets, weights), (embedding,))

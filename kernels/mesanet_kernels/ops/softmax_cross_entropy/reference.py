@@ -1,4 +1,4 @@
-"""Cross-entropy of a tied head as it is defined, all logits at once.
+"""Cross-entropy of a tied output layer as it is defined: all logits at once.
 
 B batch, T time, D channels, V vocabulary.
 """
@@ -7,9 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from mesanet_kernels.checks import accumulation_dtype
+from mesanet_kernels.ops.softmax_cross_entropy.xla import CrossEntropyOptions
 
 
-def softmax_cross_entropy(options, hidden_BTD, targets_BT, weights_BT, embedding_VD):
+def softmax_cross_entropy_reference(
+    options: CrossEntropyOptions, hidden_BTD, targets_BT, weights_BT, embedding_VD
+) -> jax.Array:
+    """Computes `api.softmax_cross_entropy`."""
     dtype = accumulation_dtype(hidden_BTD)
     logits_BTV = jnp.einsum(
         "btd,vd->btv", hidden_BTD.astype(dtype), embedding_VD.astype(dtype), precision=jax.lax.Precision.HIGHEST

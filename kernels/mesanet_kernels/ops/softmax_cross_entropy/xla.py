@@ -1,12 +1,11 @@
-"""Cross-entropy of a tied head, a block of time steps at a time, in plain XLA.
+"""Cross-entropy of a tied output layer in plain XLA, computed for one block of tokens at a time.
 
-Logits exist for one block only, and the backward pass computes them again. The target's logit is picked by
-a comparison, not a gather, so that a mesh may split the vocabulary.
+The logits of only one block exist at a time, and the backward pass computes them again. The target's logit is selected
+by a comparison instead of a gather, so that a mesh can split the vocabulary.
 
-B batch, T time, N blocks, C time steps of a block, D channels, V vocabulary.
+B batch, T time, N blocks, C tokens of a block, D channels, V vocabulary.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,18 +14,26 @@ import jax.numpy as jnp
 from mesanet_kernels.checks import accumulation_dtype
 from mesanet_kernels.linear_recurrence.chunks import pad_time
 
-MASKED = -1e30  # a logit of probability exactly 0; not -inf, whose differences are NaN
+# The logit of a padding row. Its probability is exactly 0. It is not -inf, because -inf minus -inf is NaN.
+MASKED = -1e30
 
 
-class Options(NamedTuple):
+class CrossEntropyOptions(NamedTuple):
+    """The static settings of one call of `softmax_cross_entropy`.
+
+    Attributes:
+      softcap: the bound on the absolute value of the logits; None for no bound.
+      vocab_size: the rows of the embedding from this one on are padding.
+      block: the number of tokens of a row whose logits exist at a time.
+    """
+
     softcap: float | None
     vocab_size: int
     block: int
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def softmax_cross_entropy(options, hidden_BTD, targets_BT, weights_BT, embedding_VD):
-    """Per-token loss [B, T]; `api.softmax_cross_entropy` says what each argument is."""
+def _cross_entropy(options: CrossEntropyOptions, hidden_BTD, targets_BT, weights_BT, embedding_VD) -> jax.Array:
+    """Computes `api.softmax_cross_entropy`."""
     return _forward(options, hidden_BTD, targets_BT, weights_BT, embedding_VD)[0]
 
 
@@ -57,7 +64,7 @@ def _backward(options, saved, dloss_BT):
         logits_BCV = _logits(options, hidden_BCD, operand_VD)
         probs_BCV = jnp.exp(logits_BCV - log_total_BC[..., None])
         dlogits_BCV = scale_BC[..., None] * (probs_BCV - _is_target(targets_BC, logits_BCV))
-        if options.softcap is not None:  # d/dx of c tanh(x / c); masked logits have probability 0 already
+        if options.softcap is not None:  # the derivative of c tanh(x / c); the gradient of masked logits is 0 already
             dlogits_BCV *= 1 - jnp.clip(logits_BCV / options.softcap, -1, 1) ** 2
         dlogits_BCV = dlogits_BCV.astype(dtype)
         dhidden_BCD = _matmul("bcv,vd->bcd", dlogits_BCV, operand_VD, sum_dtype).astype(dtype)
@@ -69,7 +76,8 @@ def _backward(options, saved, dloss_BT):
     return dhidden_BTD, None, dloss_BT * nll_BT, dembedding_VD.astype(embedding_VD.dtype)
 
 
-softmax_cross_entropy.defvjp(_forward, _backward)
+softmax_cross_entropy_xla = jax.custom_vjp(_cross_entropy, nondiff_argnums=(0,))
+softmax_cross_entropy_xla.defvjp(_forward, _backward)
 
 
 def _logits(options, hidden_BCD, embedding_VD):
@@ -91,14 +99,15 @@ def _matmul(equation, a, b, dtype):
     return jnp.einsum(equation, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype)
 
 
-def _blocks(options, x_BT):
-    """[B, T, ...] -> [N, B, C, ...]; the padding has a weight of 0."""
+def _blocks(options: CrossEntropyOptions, x_BT: jax.Array) -> jax.Array:
+    """Reshapes [B, T, ...] to [N, B, C, ...], padding T with zeros, so that the padding has a weight of 0."""
     x_BT = pad_time(x_BT, chunk=options.block)
     batch, time, *rest = x_BT.shape
     return jnp.moveaxis(x_BT.reshape(batch, time // options.block, options.block, *rest), 1, 0)
 
 
-def _unblock(x_NBC, length):
+def _unblock(x_NBC: jax.Array, length: int) -> jax.Array:
+    """Reshapes [N, B, C, ...] to [B, T, ...] with T = `length`; undoes `_blocks`."""
     x_BNC = jnp.moveaxis(x_NBC, 0, 1)
     batch, blocks, block, *rest = x_BNC.shape
     return x_BNC.reshape(batch, blocks * block, *rest)[:, :length]
