@@ -1,14 +1,17 @@
 """Times the ops of mesanet_kernels on the current device and measures their error.
 
     python kernels/benchmarks/bench.py --op mesa --shape 16x2048 --dtype bfloat16 --json out.json
-    python kernels/benchmarks/bench.py --op mesa --shape 16x2048 --dtype bfloat16 --implementation all --keys hard --peer fla
-    python kernels/benchmarks/bench.py --op all --shape demo
+    python kernels/benchmarks/bench.py --op mesa --shape 16x2048 --dtype bfloat16 --implementation all --keys hard
+    --peer fla python kernels/benchmarks/bench.py --op all --shape demo
 
-Prints a table: median milliseconds of the forward pass and of forward + backward, by the host's clock; TFLOP/s and GB/s of
-the forward pass (of the work in `work.py`, Mesa's with the steps that it took); scratch memory of forward + backward; and
-the relative L2 error of output and worst gradient against the float64 reference. The error is that of the timed call, in
-its first row and two heads, of rows longer than 2048 in the output's first tokens alone; gradients of parameters, which add
-up over rows, are compared where there is one row.
+Prints a table with one line per op, shape and implementation: the median time of the forward pass and of forward and
+backward together, by the clock of the host; TFLOP/s and GB/s of the forward pass, by the work that `work.py` counts
+(for Mesa, with the iterations that were needed); the scratch memory of forward and backward; and the relative L2 errors
+of the output and of the worst gradient against the reference in float64.
+
+The errors are those of the timed call, in the first row of the batch and in two heads. For rows longer than 2048
+tokens, only the output of the first 2048 is compared. Gradients of parameters, which are sums over rows, are compared
+if the batch has one row.
 """
 
 import argparse
@@ -40,25 +43,27 @@ OPS = {
     "linear_scan": lambda inputs, **options: mk.linear_scan(**inputs, **options)[0],
     "softmax_cross_entropy": lambda inputs, **options: mk.softmax_cross_entropy(**inputs, softcap=30.0, **options),
 }
-IMPLEMENTATIONS = (
-    "xla",
-    "pallas_gpu",
-    "pallas_tpu",
-    "cudnn",
-    "fft",
-    "masked",
-)  # beside the reference; those that an op has
-LONGEST = 2048  # tokens that the float64 reference goes through one by one
-BY_HEAD = (
-    "mesa",
-    "gated_linear_attention",
-    "gated_linear_attention_vector",
-    "delta_rule",
-    "mlstm",
-)  # no head meets another
+# What `--implementation all` tries, besides the reference; an op runs those that it has.
+IMPLEMENTATIONS = ("xla", "pallas_gpu", "pallas_tpu", "cudnn", "fft", "masked")
+LONGEST = 2048  # the most tokens that the float64 reference, a scan over tokens, is run on
+# Ops whose heads are independent of each other, so that two of them can be compared alone.
+BY_HEAD = ("mesa", "gated_linear_attention", "gated_linear_attention_vector", "delta_rule", "mlstm")
+# The columns of the table and their widths.
+COLUMNS = {
+    "op": 30,
+    "shape": 11,
+    "implementation": 16,
+    "forward_ms": 12,
+    "forward_backward_ms": 21,
+    "tflop_s": 9,
+    "gb_s": 8,
+    "scratch_mib": 13,
+    "error": 10,
+    "gradient_error": 16,
+}
 
 
-def main():
+def main() -> None:
     arguments = parse_arguments()
     names = list(OPS) if arguments.op == "all" else [arguments.op]
     known = {shape for op in names for shape in shapes.SHAPES[op]}
@@ -77,43 +82,41 @@ def main():
             json.dump(dict(environment(), arguments=vars(arguments), rows=rows), file, indent=1)
 
 
-COLUMNS = {
-    "op": 30, "shape": 11, "implementation": 16, "forward_ms": 12, "forward_backward_ms": 21, "tflop_s": 9, "gb_s": 8,
-    "scratch_mib": 13, "error": 10, "gradient_error": 16,
-}  # fmt: skip
+def line(row: dict) -> str:
+    """Returns a line of the table; unknown values are shown as "-"."""
 
-
-def line(row) -> str:
     def cell(value):
         if value is None:
             return "-"
         if isinstance(value, str):
             return value
-        return f"{value:.1e}" if value < 0.02 else f"{value:,.3f}" if value < 100 else f"{value:,.0f}"
+        if value < 0.02:
+            return f"{value:.1e}"
+        return f"{value:,.3f}" if value < 100 else f"{value:,.0f}"
 
     return "".join(f"{cell(row[name]):>{width}}" for name, width in COLUMNS.items())
 
 
-def parse_arguments():
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=[*OPS, "all"], default="all")
     parser.add_argument("--shape", default="demo", help="a name in mesanet_kernels/shapes.py, or all")
-    parser.add_argument("--implementation", default=None, help="default: the op's own choice; all: each that there is")
+    parser.add_argument("--implementation", default=None, help="a name, or all; default: the choice of the op")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--solver", default="cg", help="Mesa's")
-    parser.add_argument("--max_iters", type=int, default=30, help="Mesa's solver steps")
-    parser.add_argument("--tol", type=float, default=0.0, help="Mesa's residual at which a token rests")
+    parser.add_argument("--solver", default="cg", help="Mesa: cg or pcg")
+    parser.add_argument("--max_iters", type=int, default=30, help="Mesa: the largest number of solver iterations")
+    parser.add_argument("--tol", type=float, default=0.0, help="Mesa: the relative residual at which a token stops")
     parser.add_argument(
-        "--keys", choices=["random", "hard"], default="random", help="hard: low rank, and nothing forgotten"
+        "--keys", choices=["random", "hard"], default="random", help="hard: keys of low rank that are hardly forgotten"
     )
-    parser.add_argument("--peer", choices=["fla"], default=None, help="measure flash-linear-attention too")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--json", default=None, help="file to write the results to")
+    parser.add_argument("--peer", choices=["fla"], default=None, help="also measure flash-linear-attention")
+    parser.add_argument("--repeats", type=int, default=20, help="timed calls; the table shows the median")
+    parser.add_argument("--json", default=None, help="a file for the results")
     return parser.parse_args()
 
 
 def measure(op, shape, arguments):
-    """A row for each implementation, and for the peer."""
+    """Yields a row for each implementation, and one for the peer."""
     inputs = cast(example(op, shapes.SHAPES[op][shape], arguments.keys), arguments.dtype)
     options = {}
     if op == "mesa":
@@ -129,7 +132,7 @@ def measure(op, shape, arguments):
                 raise SystemExit(f"{op} {shape}: {error}") from error
             continue
         row, results = time_ours(function, inputs, cotangent, arguments.repeats)
-        iterations = steps(inputs, options | dict(implementation=implementation)) if op == "mesa" else None
+        iterations = mean_iterations(inputs, options | dict(implementation=implementation)) if op == "mesa" else None
         wanted = wanted or reference(op, inputs, cotangent)
         yield described(op, shape, implementation or "chosen", row, results, wanted, inputs, iterations)
     if arguments.peer == "fla" and cotangent is not None:
@@ -139,6 +142,7 @@ def measure(op, shape, arguments):
 
 
 def example(op, sizes, kind):
+    """Returns example inputs; `kind` is "random" or "hard"."""
     inputs = shapes.example(op, sizes)
     if kind == "hard" and op in BY_HEAD:
         rng = np.random.default_rng(2)
@@ -150,6 +154,7 @@ def example(op, sizes, kind):
 
 
 def time_ours(function, inputs, cotangent, repeats):
+    """Returns times and scratch memory, and the results of forward and backward as numpy arrays."""
     forward = jax.jit(function).lower(inputs).compile()
     backward = jax.jit(with_gradients(function)).lower(inputs, cotangent).compile()
     row = dict(
@@ -161,7 +166,7 @@ def time_ours(function, inputs, cotangent, repeats):
 
 
 def described(op, shape, implementation, row, results, wanted, inputs, iterations):
-    """The row of a table: what was timed, rates, and errors."""
+    """Returns a row: what was timed, rates and errors. `results` and `wanted` are (output, gradients by name)."""
     sizes, (output, gradients) = shapes.SHAPES[op][shape], results
     seconds = row["forward_ms"] / 1e3
     flop = work.flops(op, sizes, max_iters=iterations)
@@ -182,13 +187,13 @@ def described(op, shape, implementation, row, results, wanted, inputs, iteration
     )
 
 
-def steps(inputs, options) -> float:
-    """What Mesa's solver took, mean over tokens and heads."""
+def mean_iterations(inputs, options) -> float:
+    """Returns the iterations of Mesa's solver, averaged over tokens and heads."""
     return float(jax.jit(lambda inputs: mk.mesa(**inputs, **options).iterations.mean())(inputs))
 
 
 def part(op, x, output):
-    """Of an array the first row, and two heads where heads are apart; of a parameter its heads or all of it."""
+    """Returns the part of an array that is compared: the first row and, if heads are independent, two heads."""
     x = np.asarray(x)
     if x.shape[:2] == output.shape[:2]:
         x = x[:1]
@@ -197,13 +202,16 @@ def part(op, x, output):
 
 
 def reference(op, inputs, cotangent):
-    """Output, and gradients by name, in float64, of the `part` that is compared."""
+    """Returns the output and the gradients by name, in float64, of the `part` that is compared."""
     length = min(cotangent.shape[1], LONGEST)
     by_row = {name: x.shape[:2] == cotangent.shape[:2] for name, x in inputs.items()}
-    cut = lambda name, x: x[:, :length] if by_row[name] else x
-    few = {name: cut(name, part(op, x, cotangent)) for name, x in inputs.items()}
+    few = {name: part(op, x, cotangent) for name, x in inputs.items()}
+    few = {name: x[:, :length] if by_row[name] else x for name, x in few.items()}
+
+    def wide(x):
+        return jnp.asarray(x, jnp.float64 if jnp.issubdtype(x.dtype, jnp.floating) else None)
+
     with jax.enable_x64(True):
-        wide = lambda x: jnp.asarray(x, jnp.float64 if jnp.issubdtype(x.dtype, jnp.floating) else None)
         few, cotangent_of_few = jax.tree.map(wide, (few, part(op, cotangent, cotangent)[:, :length]))
         run = jax.jit(with_gradients(partial(OPS[op], implementation="reference")))
         output, gradients = jax.device_get(run(few, cotangent_of_few))
@@ -213,7 +221,7 @@ def reference(op, inputs, cotangent):
 
 
 def with_gradients(function):
-    """(inputs, cotangent of the output) -> (output, gradients with respect to the floating inputs)."""
+    """Returns (inputs, cotangent of the output) -> (output, gradients of the floating inputs by name)."""
 
     def run(inputs, cotangent):
         floating = {name: x for name, x in inputs.items() if jnp.issubdtype(x.dtype, jnp.floating)}
@@ -224,24 +232,27 @@ def with_gradients(function):
 
 
 def random_cotangent(function, inputs):
-    """Given, not computed: XLA would compute it again in every product that reads it, and that would be timed."""
+    """Returns a cotangent of the output. It is an array because XLA would recompute an expression for every use."""
     output = jax.eval_shape(function, inputs)
     return jnp.asarray(np.random.default_rng(1).standard_normal(output.shape), output.dtype)
 
 
-def relative_error(got, wanted):
+def relative_error(got, wanted) -> float:
+    """Returns the relative L2 error."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted)
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
 
 
 def cast(inputs, dtype):
+    """Returns jax arrays in `dtype`, except for integers and for the inputs that stay float32 (`shapes.WIDE`)."""
     return {
         name: jnp.asarray(x, dtype if x.dtype == np.float32 and name not in shapes.WIDE else None)
         for name, x in inputs.items()
     }
 
 
-def median_ms(call, repeats):
+def median_ms(call, repeats) -> float:
+    """Returns the median time of a call in milliseconds, after one call to warm up."""
     jax.block_until_ready(call())
     times = []
     for _ in range(repeats):
@@ -251,7 +262,8 @@ def median_ms(call, repeats):
     return 1e3 * statistics.median(times)
 
 
-def environment():
+def environment() -> dict[str, str]:
+    """Returns the device, the versions and the date."""
     return dict(
         device=jax.devices()[0].device_kind,
         jax=jax.__version__,

@@ -1,6 +1,6 @@
-"""The same ops of flash-linear-attention (PyTorch, Triton), on the same inputs, for comparison alone.
+"""The ops of flash-linear-attention (PyTorch, Triton) on the same inputs, for comparison.
 
-Needs torch, triton and flash-linear-attention, which mesanet-jax itself does not.
+This needs torch, triton and flash-linear-attention, which are not dependencies of mesanet-jax.
 """
 
 import statistics
@@ -9,7 +9,8 @@ import time
 import ml_dtypes
 import numpy as np
 
-# Ours -> theirs. Gates are log decays in both, q is not scaled, and beta is folded into the values where theirs has none.
+# Our op -> theirs. Both take log decays, and q is not scaled. Beta is multiplied into the values where their op has
+# none.
 OPS = {
     "mesa": lambda x, iters: _fla("mesa_net", "chunk_mesa_net")(
         x["q"], x["k"], x["v"], x["log_decay"], x["beta"], x["lam"], max_CG_iteration=iters
@@ -27,17 +28,31 @@ OPS = {
 
 
 def _fla(module: str, name: str):
+    """Returns a function of flash-linear-attention, which is imported only when it is needed."""
     import importlib
 
     return getattr(importlib.import_module(f"fla.ops.{module}"), name)
 
 
 def _gated(x):
+    """Returns the values multiplied by beta."""
     return (x["v"] * x["beta"][..., None]).to(x["v"].dtype)
 
 
 def measure(op: str, inputs: dict, cotangent, *, repeats: int, max_iters: int) -> dict | None:
-    """Milliseconds, peak memory, and (output, gradients) as numpy; None where there is no such op."""
+    """Times an op and computes its results.
+
+    Args:
+      op: a key of `shapes.SHAPES`.
+      inputs: arrays by the names of our arguments.
+      cotangent: that of the output.
+      repeats: timed calls.
+      max_iters: the solver iterations of "mesa".
+
+    Returns:
+      A dict with forward_ms, forward_backward_ms, scratch_mib and results, (output, gradients by name) as numpy arrays;
+      None if flash-linear-attention has no such op.
+    """
     if op not in OPS:
         return None
     import torch
@@ -67,9 +82,10 @@ def measure(op: str, inputs: dict, cotangent, *, repeats: int, max_iters: int) -
 
 
 def _median_ms(call, repeats: int) -> float:
+    """Returns the median time of a call in milliseconds, after three calls to compile and tune."""
     import torch
 
-    for _ in range(3):  # compiles and tunes
+    for _ in range(3):
         call()
     torch.cuda.synchronize()
     times = []
@@ -82,7 +98,7 @@ def _median_ms(call, repeats: int) -> float:
 
 
 def _tensor(array):
-    """By way of the bits, since numpy has no bfloat16 of its own."""
+    """Returns a CUDA tensor; bfloat16 arrays are passed as bits, because numpy has no bfloat16 of its own."""
     import torch
 
     array = np.array(array)
@@ -92,4 +108,5 @@ def _tensor(array):
 
 
 def _array(tensor) -> np.ndarray:
+    """Returns a tensor as a float32 numpy array."""
     return tensor.detach().float().cpu().numpy()

@@ -1,7 +1,8 @@
-"""How many steps Mesa's solvers take: `python kernels/benchmarks/solver_steps.py [--tol 1e-4]`
+"""How many iterations Mesa's solvers take: `python kernels/benchmarks/solver_steps.py [--tol 1e-4]`
 
-Keys as a model has them (after SiLU, of unit size): at random, of low rank, or of eight tokens over and over; heads that
-forget more or less. A residual is relative to the one of the solver's starting point, for "pcg" the right-hand side.
+Keys are like those of a model (after SiLU, of unit norm): random, of low rank, or eight tokens repeated over and over;
+heads forget more or less. A residual is relative to that of the solver's starting point; for "pcg" this is the
+right-hand side.
 """
 
 import argparse
@@ -17,7 +18,11 @@ LENGTH, SIZE, RANK, TOKENS = 1024, 64, 8, 8
 
 
 def keys(kind: str, rng: np.random.Generator, length: int = LENGTH, size: int = SIZE) -> np.ndarray:
-    """[T, K], unit rows."""
+    """Returns keys [T, K] with rows of unit norm.
+
+    Args:
+      kind: "random", "low rank" or "8 tokens repeated".
+    """
     raw = {
         "random": lambda: rng.standard_normal((length, size)),
         "low rank": lambda: (
@@ -31,18 +36,22 @@ def keys(kind: str, rng: np.random.Generator, length: int = LENGTH, size: int = 
 
 
 def inputs(kind: str, gamma: float) -> dict:
+    """Returns arguments of `mesa` for one row and one head whose decay is gamma before the cap."""
     rng = np.random.default_rng(0)
     k_TK, q_TK, v_TK = keys(kind, rng), keys(kind, rng), rng.standard_normal((LENGTH, SIZE))
     beta_T = rng.uniform(0, 1, LENGTH)
-    log_decay_T = np.log(gamma * (1 - (1 - 0.9975) * beta_T**2))  # with MesaNet's cap (G.5)
-    row = lambda x: jnp.asarray(x, jnp.float32)[None, :, None]
+    log_decay_T = np.log(gamma * (1 - (1 - 0.9975) * beta_T**2))  # the cap of MesaNet, appendix G.5
+
+    def row(x):
+        return jnp.asarray(x, jnp.float32)[None, :, None]
+
     lam = jnp.asarray(rng.uniform(0.25, 1, (1, SIZE)), jnp.float32)
     return dict(q=row(q_TK), k=row(k_TK), v=row(v_TK), log_decay=row(log_decay_T), beta=row(beta_T), lam=lam)
 
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("--tol", type=float, default=1e-4)
+    flags.add_argument("--tol", type=float, default=1e-4, help="the relative residual at which a token stops")
     tol = flags.parse_args().tol
     print("| keys | gamma | cg, mean / most | pcg, mean / most |")
     print("| --- | ---: | ---: | ---: |")

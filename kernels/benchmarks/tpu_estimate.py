@@ -1,9 +1,9 @@
-"""What the TPU compiler expects of our kernels: `python kernels/benchmarks/tpu_estimate.py [--chips v5p:2x2x1 ...]`
+"""The TPU compiler's estimates of our kernels: `python kernels/benchmarks/tpu_estimate.py [--chips v5p:2x2x1 ...]`
 
-Static cycle estimates of the compiler, on a machine without a TPU: never a measurement. Waiting for memory is not in them.
-They take a loop whose length depends on the data once, so the cost of an iteration of Mesa's solve is the difference
-between kernels with one and with three iterations written out. Needs libtpu on the path (the directory in
-MESANET_TPU_COMPILER, as for the slow tests).
+These are static estimates of the compiler, made without a TPU; they are not measurements and do not include waiting for
+memory. A loop whose length depends on data is counted as one iteration, so the cost of an iteration of Mesa's solve is
+the difference between kernels with one and with three iterations written out. libtpu must be importable;
+MESANET_TPU_COMPILER may name its directory, as for the slow tests.
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, D channels.
 """
@@ -17,18 +17,16 @@ import sys
 import tempfile
 from functools import partial
 
-# Multiply-adds a cycle of a device: v5e has four units of 128 x 128, v5p two cores with four each, v6e two of 256 x 256.
+# Multiply-adds per cycle of a device: v5e has four units of 128 x 128, v5p two cores with four each, v6e two of 256 x
+# 256.
 CHIPS = {"v5e:2x2": 4 * 128**2, "v5p:2x2x1": 8 * 128**2, "v6e:2x2": 2 * 256**2}
-SYSTEMS, HEADS, CHUNK, SIZE = (
-    64,
-    8,
-    128,
-    128,
-)  # a system: one chunk of one head; of the scan as many tokens and channels
-SQUARE = CHUNK * SIZE  # numbers of an array of keys or weights of a system
+# A system is one chunk of one head; for the linear scan, 128 tokens of 128 channels.
+SYSTEMS, HEADS, CHUNK, SIZE = 64, 8, 128, 128
+SQUARE = CHUNK * SIZE  # numbers in the keys, or in the weights, of a system
 
 SOLVE = "mesa's solve"
-# Of a kernel and a system: products of 128 x 128 x 128, and bytes moved (float32 are weights, mesa's states and q*).
+# For each kernel, per system: products of 128 x 128 x 128, and bytes moved. Weights and Mesa's states and q* are
+# float32.
 KERNELS = {
     "weights": (3, 4 * SQUARE),
     "weights' gradients": (6, 4 * SQUARE),
@@ -43,7 +41,7 @@ KERNELS = {
 
 
 def cycles(chip: str, kernel: str) -> float:
-    """The estimate of a system, from a process of its own: libtpu reads its flags once."""
+    """Returns the estimated cycles per system. It runs in a process of its own because libtpu reads its flags once."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
             "LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={folder}/profile",
@@ -56,14 +54,14 @@ def cycles(chip: str, kernel: str) -> float:
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"error: {chip}: {kernel} does not compile\n{done.stderr[-2000:]}")
-        files = [path for path in pathlib.Path(folder).rglob("*") for name in done.stdout.split()
-                 if path.name.startswith(f"{name}_")]  # fmt: skip
+        names = tuple(f"{name}_" for name in done.stdout.split())
+        files = [path for path in pathlib.Path(folder).rglob("*") if path.name.startswith(names)]
         counts = [int(n) for path in files for n in re.findall(r"estimated_cycles: (\d+)", path.read_text())]
     return sum(counts) / SYSTEMS
 
 
 def compile_kernel(chip: str, kernel: str) -> None:
-    """Compiles it alone for `SYSTEMS` systems, and prints what the compiled program calls it."""
+    """Compiles a kernel for `SYSTEMS` systems and prints the names that it has in the compiled program."""
     sys.path.append(os.environ.get("MESANET_TPU_COMPILER", ""))
     import jax
     from jax.experimental import topologies
@@ -77,7 +75,7 @@ def compile_kernel(chip: str, kernel: str) -> None:
 
 
 def call(kernel: str):
-    """The function of a kernel, and its arguments' shapes and dtypes."""
+    """Returns the function of a kernel, and the shapes and dtypes of its arguments."""
     import jax
     import jax.numpy as jnp
 
@@ -88,16 +86,19 @@ def call(kernel: str):
     from mesanet_kernels.linear_recurrence.tpu.states import states_tpu
     from mesanet_kernels.ops.linear_scan import pallas_tpu as linear_scan
 
-    half, wide = (
-        lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.bfloat16, jnp.float32)
-    )
+    def half(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def wide(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
     count = SYSTEMS // HEADS
     tokens, squares = (1, count * CHUNK, HEADS, SIZE), (count, 1, HEADS, SIZE, SIZE)
     pairs, row = wide(count, 1, HEADS, CHUNK, CHUNK), wide(count, 1, HEADS, 1, CHUNK)
     of_chunks = ChunkWeights(pairs, wide(count, 1, HEADS, CHUNK))
     state, channels = wide(1, HEADS, SIZE, SIZE), wide(1, count * CHUNK, HEADS * SIZE)
-    one_memory = (RecurrenceInputsTpu(half(*tokens), half(*tokens), half(*squares), state),)
-    two_memories = tuple(
+    one_recurrence = (RecurrenceInputsTpu(half(*tokens), half(*tokens), half(*squares), state),)
+    two_recurrences = tuple(
         RecurrenceInputsTpu(half(*tokens), do, wide(*squares), state) for do in (half(*tokens), wide(*tokens))
     )
     if kernel.startswith("solve"):
@@ -108,7 +109,7 @@ def call(kernel: str):
         "weights' gradients": (lambda *x: weights._weights_backward(x[:2], x[2:]), (row, row, pairs, row)),
         "forward": (forward_tpu, (half(*tokens), half(*tokens), half(*tokens), of_chunks, state)),
         "states": (states_tpu, (half(*tokens), half(*tokens), of_chunks, state)),
-        "gradients": (partial(gradients_tpu, queries=True), (half(*tokens), half(*tokens), of_chunks, one_memory)),
+        "gradients": (partial(gradients_tpu, queries=True), (half(*tokens), half(*tokens), of_chunks, one_recurrence)),
         "mesa's readout": (
             partial(forward_tpu, parts=3),
             (wide(*tokens), half(*tokens), half(*tokens), of_chunks, state),
@@ -116,24 +117,25 @@ def call(kernel: str):
         "mesa's states": (partial(states_tpu, dtype=jnp.float32), (half(*tokens), half(*tokens), of_chunks, state)),
         "mesa's gradients": (
             partial(gradients_tpu, queries=False),
-            (wide(*tokens), half(*tokens), of_chunks, two_memories),
+            (wide(*tokens), half(*tokens), of_chunks, two_recurrences),
         ),
         "linear_scan": (lambda *x: linear_scan._kernel(*x, reverse=False), (channels, channels, wide(1, HEADS * SIZE))),
     }[kernel]
 
 
 def written_out(iterations: int):
-    """Mesa's solve with its loops written out: two exact iterations, then as many others."""
+    """Returns Mesa's solve with its loops unrolled: the exact iterations, then `iterations` others."""
     from mesanet_kernels.ops.mesa import solve_tpu
 
     counts = iter((solve_tpu.EXACT_ITERATIONS, iterations))
 
     def loop(_, body, state):
+        """Stands in for `lax.while_loop`."""
         for _ in range(next(counts)):
             state = body(state)
         return state
 
-    solve_tpu.lax.while_loop = loop
+    solve_tpu.lax.while_loop = loop  # pyright: ignore[reportPrivateImportUsage]
     return partial(solve_tpu.solve_systems_tpu, max_iters=30, tol=0.0)
 
 
@@ -142,22 +144,25 @@ def main() -> None:
     flags.add_argument("--chips", nargs="+", default=list(CHIPS), choices=list(CHIPS))
     flags.add_argument("--kernels", nargs="+", default=[SOLVE, *KERNELS], choices=[SOLVE, *KERNELS])
     args = flags.parse_args()
-    print("| chip | kernel | cycles a system | floor of its products | KiB moved |")
+    print("| chip | kernel | cycles per system | floor of its products | KiB moved |")
     print("| --- | --- | ---: | ---: | ---: |")
     for chip in args.chips:
-        floor = lambda products: f"{products * CHUNK * CHUNK * SIZE / CHIPS[chip]:.0f}"  # noqa: B023
         for kernel in args.kernels:
             if kernel == SOLVE:
                 one, three = (cycles(chip, f"solve{iterations}") for iterations in (1, 3))
                 iteration = (three - one) / 2
-                print(f"| {chip} | {SOLVE}, an iteration | {iteration:.0f} | {floor(7)} | 0 |")
-                start = f"{SOLVE}, its start and two exact iterations | {one - iteration:.0f} | {floor(40)}"
-                print(f"| {chip} | {start} | {12 * SQUARE // 1024} |", flush=True)
-                continue
-            products, moved = KERNELS[kernel]
-            print(
-                f"| {chip} | {kernel} | {cycles(chip, kernel):.0f} | {floor(products)} | {moved // 1024} |", flush=True
-            )
+                print_row(chip, f"{SOLVE}, one iteration", iteration, products=7, moved=0)
+                start = f"{SOLVE}, its start and two exact iterations"
+                print_row(chip, start, one - iteration, products=40, moved=12 * SQUARE)
+            else:
+                products, moved = KERNELS[kernel]
+                print_row(chip, kernel, cycles(chip, kernel), products=products, moved=moved)
+
+
+def print_row(chip: str, name: str, estimate: float, *, products: int, moved: int) -> None:
+    """Prints a row of the table: the estimate in cycles beside the cycles that the products alone need."""
+    floor = products * CHUNK * CHUNK * SIZE / CHIPS[chip]
+    print(f"| {chip} | {name} | {estimate:.0f} | {floor:.0f} | {moved // 1024} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What an op has to do, for rates: products of its chunked form, and bytes of what goes in and comes out once.
+"""The work of an op, for rates: the matrix products of its chunked form, and the bytes of inputs and outputs.
 
-Blocks of C x C tokens are counted in full, as matrix units compute them; attention by the tokens seen.
+Blocks of C x C tokens are counted in full, as matrix units compute them; attention is counted by the tokens seen.
 
 B batch, T time, H heads, K key size, V value size, D channels, N modes, W taps.
 """
@@ -8,33 +8,39 @@ B batch, T time, H heads, K key size, V value size, D channels, N modes, W taps.
 import jax
 import numpy as np
 
-CHUNK = 64  # of the chunked forms counted here, whatever an implementation takes
+CHUNK = 64  # tokens per chunk in these counts, whatever an implementation uses
 
 
-def flops(op: str, sizes: dict[str, int], *, max_iters: int) -> float | None:
-    """FLOP of the forward pass in matrix products; None where the op has none to speak of."""
+def flops(op: str, sizes: dict[str, int], *, max_iters: float) -> float | None:
+    """Returns the floating-point operations of the matrix products of a forward pass; None if the op has hardly any.
+
+    Args:
+      op: a key of `shapes.SHAPES`.
+      sizes: the size of each axis.
+      max_iters: the solver iterations of "mesa"; may be a mean.
+    """
     count = FORWARD.get(op)
     return count and count(sizes, max_iters) * sizes["B"] * sizes["T"]
 
 
 def moved_bytes(*trees) -> int:
-    """Bytes of all arrays, read or written once."""
+    """Returns the bytes of all arrays of the trees, each read or written once."""
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))
 
 
 def _linear(s, _):
-    """Scores and values inside the chunk, the state read and written."""
+    """Counts scores and values inside the chunk, and reading and writing the state, per token."""
     return s["H"] * (2 * CHUNK * (s["K"] + s["V"]) + 4 * s["K"] * s["V"])
 
 
 def _mesa(s, iterations):
-    """`iterations` products with H_t = entering state + chunk, both states written, one read."""
+    """Counts `iterations` products with H_t, writing both states and reading one, per token."""
     image = 4 * CHUNK * s["K"] + 2 * s["K"] ** 2
     return s["H"] * (iterations * image + 2 * s["K"] ** 2) + _linear(s, 0)
 
 
 def _delta(s, _):
-    """As linear attention, and the chunk's WY form: C x C products with keys and values, and the state read once more."""
+    """Counts linear attention and the products of the WY form with keys, values and state, per token."""
     return _linear(s, 0) + s["H"] * (2 * CHUNK * (2 * s["K"] + s["V"]) + 2 * s["K"] * s["V"])
 
 

@@ -1,4 +1,4 @@
-"""Hopper kernels on the CPU: in the GPU interpreter, with what that lacks spelled out, or lowered for CUDA."""
+"""Hopper kernels on CPUs: in the GPU interpreter, or lowered for CUDA."""
 
 import contextlib
 
@@ -15,7 +15,7 @@ needs_interpreter = pytest.mark.skipif(
 
 
 class _Sum:
-    """`tiles.Sum` without the matrix instructions, which the interpreter has of shared memory alone."""
+    """Stands in for `tiles.Sum`: the interpreter supports matrix instructions only on operands in shared memory."""
 
     def __init__(self, shape):
         self.total = jnp.zeros(shape, jnp.float32)
@@ -32,16 +32,18 @@ class _Sum:
 
 
 def _with_sums(body, *shapes):
+    """Stands in for `tiles.with_sums`."""
     return body(*map(_Sum, shapes))
 
 
 def _value(x):
+    """Returns the array in a reference, or the array itself."""
     return x if isinstance(x, jax.Array) else x[...]
 
 
 @contextlib.contextmanager
 def interpreted(monkeypatch):
-    """Kernels in the interpreter, which raises where two accesses to memory race."""
+    """Runs kernels in the interpreter, which raises an error where two accesses to memory race."""
     monkeypatch.setattr(tiles, "with_sums", _with_sums)
     monkeypatch.setattr(tiles, "unsupported_reason", lambda sizes: "")
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
@@ -49,5 +51,5 @@ def interpreted(monkeypatch):
 
 
 def lowers(function, *arrays):
-    """Whether `function` becomes a Mosaic GPU kernel when lowered for CUDA."""
+    """Returns whether `function` contains a Mosaic GPU kernel when it is lowered for CUDA."""
     return "mosaic_gpu" in jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()

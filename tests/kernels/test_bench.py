@@ -1,4 +1,4 @@
-"""The benchmark runs where there is no accelerator, and its errors are those of the call that it times."""
+"""The benchmark runs without an accelerator, and its errors are those of the call that it times."""
 
 import json
 import pathlib
@@ -21,5 +21,5 @@ def test_a_row_for_each_implementation(tmp_path):
     )
     (row,) = rows
     assert row["implementation"] == "xla" and row["forward_ms"] > 0 and row["gb_s"] > 0
-    assert 1 < row["iterations"] < 50  # it stops early, and the rate is of the steps taken
+    assert 1 < row["iterations"] < 50  # the solves stop early, and rates count the iterations that were needed
     assert 1e-6 < row["error"] < 1e-2 and row["gradient_error"] < 1e-2

@@ -1,4 +1,4 @@
-"""`ChunkWeights` as Mosaic GPU kernels: interpreted here, and run where there is a GPU."""
+"""`ChunkWeights` as Mosaic GPU kernels: interpreted on CPUs, and run where there is a GPU."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ REFERENCE = partial(chunks.chunk_weights, chunk=tiles.CHUNK)
 
 
 def against_float64(sizes, *boundaries):
-    """The kernels and the definition: weights, then gradients. Small decays stand between the largest ones."""
+    """Returns (weights, gradients) of the kernels and of the definition. Small decays lie between the largest ones."""
     inputs = example("gated_linear_attention", sizes | dict(K=1, V=1))
     gates = {name: inputs[name] for name in ("log_decay", "beta")}
     log_decay = gates["log_decay"]
@@ -28,7 +28,7 @@ def against_float64(sizes, *boundaries):
 
 
 def assert_exact(found, wanted):
-    """To float32's precision; small weights too: the exponential of x is exact but for x times a rounding error."""
+    """Compares to the precision of float32, also small weights: exp(x) is exact up to x times a rounding error."""
     assert_close(found, wanted, limit=1e-6)
     for got, want in zip(found[0], wanted[0]):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-36)
@@ -36,7 +36,7 @@ def assert_exact(found, wanted):
 
 @needs_interpreter
 def test_weights_and_gradients(monkeypatch):
-    """Three chunks, the last ragged; documents start inside a chunk, with one, and with the last token."""
+    """Three chunks, the last incomplete; documents start inside a chunk, with one, and with the last token."""
     with interpreted(monkeypatch):
         assert_exact(*against_float64(dict(B=2, T=150, H=2), 20, 64, 148))
 

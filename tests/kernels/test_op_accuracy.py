@@ -1,4 +1,7 @@
-"""Every implementation against the float64 reference: outputs, final states and all gradients (kernel-api.md)."""
+"""Accuracy of plain XLA against the reference in float64: outputs, final states and all gradients.
+
+The limits are those of docs/kernels.md, "Public functions".
+"""
 
 from functools import partial
 
@@ -14,7 +17,7 @@ WITH_DECAY = [op for op in cases.RECURRENT if "log_decay" in shapes.example(op, 
 
 
 def oracle(op, inputs, **options):
-    """The float64 reference on these inputs."""
+    """Returns outputs and gradients of the reference in float64."""
     state = options.pop("state", None)
     return cases.evaluate(
         partial(cases.ALL[op], implementation="reference", **options), inputs, state=state, dtype=jnp.float64
@@ -22,6 +25,7 @@ def oracle(op, inputs, **options):
 
 
 def attempt(op, inputs, *, state=None, dtype=None, **options):
+    """Returns outputs and gradients of plain XLA."""
     return cases.evaluate(partial(cases.ALL[op], implementation="xla", **options), inputs, state=state, dtype=dtype)
 
 
@@ -67,7 +71,7 @@ def test_any_length_and_chunk(op, length, chunk):
 
 @pytest.mark.parametrize("op", WITH_DECAY)
 def test_extreme_gates(op):
-    """One row of the batch a case; the small decays between the extreme ones must keep their precision."""
+    """Each row of the batch is a case; small decays between extreme ones must keep their precision."""
     gates = [(decay, beta) for decay in (0.0, -0.1, -3.0, -1e4, -np.inf) for beta in (0.0, 1.0)]
     inputs = shapes.example(op, shapes.SHAPES[op]["tiny"] | {"B": len(gates)})
     for row, (log_decay, beta) in enumerate(gates):
@@ -78,7 +82,7 @@ def test_extreme_gates(op):
 
 @pytest.mark.parametrize("op", [*WITH_DECAY, "mlstm"])
 def test_values_narrower_than_keys(op):
-    """The other shapes have the wider values of published layers."""
+    """The other shapes have values that are wider than keys, like published layers."""
     sizes = shapes.SHAPES[op]["tiny"] | {"V": 5}
     inputs, state = shapes.example(op, sizes), cases.random_state(op, sizes)
     cases.assert_close(

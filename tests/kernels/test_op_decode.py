@@ -1,4 +1,4 @@
-"""Training form == prefill + one token at a time, outputs and states."""
+"""The parallel form agrees with prefill and single decoding steps, in outputs and states."""
 
 from functools import partial
 
@@ -43,7 +43,8 @@ def mlstm_step(token, state, implementation):
     return mk.mlstm_step(**token, state=state, implementation=implementation)
 
 
-# Mesa far from convergence: the two forms must take the same five steps, not only reach the same solution.
+# Mesa is far from convergence after five iterations: both forms must do the same iterations, not only converge to the
+# same solution.
 STEPS = {
     "mesa": (mesa_step, dict(max_iters=5, chunk_size=4)),
     "gated_linear_attention": (gla_step, {}),
@@ -84,11 +85,11 @@ SLOW_GATES = {"log_decay": lambda x: x / 100, "forget_gate": lambda x: x + 6, "a
 
 @pytest.mark.parametrize("op", STEPS)
 def test_32768_steps_do_not_drift(op):
-    """Memories of thousands of tokens: the last of 32,768 single steps still agree with the parallel form."""
+    """With slow decays, the last of 32,768 single steps still agree with the parallel form."""
     step, options = STEPS[op]
     inputs = shapes.example(op, {axis: LONG[axis] for axis in shapes.SHAPES[op]["tiny"]})
     inputs |= {name: slower(inputs[name]) for name, slower in SLOW_GATES.items() if name in inputs}
-    if op == "mlstm":  # o is divided by n^T q, which no float32 survives where it nearly cancels
+    if op == "mlstm":  # o is divided by n^T q, which must not nearly cancel
         inputs |= {name: np.abs(inputs[name]) for name in "qk"}
     by_time = {name: x for name, x in inputs.items() if x.ndim > 1 and x.shape[1] == LONG["T"]}
     fixed = {name: x for name, x in inputs.items() if name not in by_time}
@@ -110,7 +111,8 @@ def test_32768_steps_do_not_drift(op):
     assert max(found.values()) < 2 * cases.LIMITS.get(op, 1e-5), found
 
 
-# (window, slots): full attention, a window that fills its ring, one in a larger ring, a ring that is the window.
+# (window, size of the state): full attention, a window that fills the ring buffer, a smaller window, and no window
+# where the size of the ring buffer limits what is seen.
 @pytest.mark.parametrize("window, size", [(None, 11), (3, 3), (3, 8), (None, 4)])
 @pytest.mark.parametrize("prefill", [1, 2, 7])
 def test_attention(window, size, prefill):
@@ -124,7 +126,7 @@ def test_attention(window, size, prefill):
     extend = jax.jit(partial(mk.attention_extend, window=window, scale=0.7))
     step = jax.jit(partial(mk.attention_step, window=window, scale=0.7))
     outputs = []
-    for start in (0, prefill):  # two chunks, then steps
+    for start in (0, prefill):  # two calls with several tokens, then single steps
         o, state = extend(*(x[:, start : start + prefill] for x in (q, k, v)), state)
         outputs.append(o)
     for t in range(2 * prefill, length):

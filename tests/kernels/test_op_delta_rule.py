@@ -1,4 +1,4 @@
-"""Golden vectors of the delta rules (flash-linear-attention, float64), and their behaviour without forgetting."""
+"""Golden values of the delta rules (flash-linear-attention, float64), and their behaviour without decay."""
 
 from functools import partial
 
@@ -46,7 +46,7 @@ def without_decay(sizes):
 
 
 def test_no_decay_is_a_decay_of_one():
-    """To the bit: outputs, gradients and states of every other argument."""
+    """Every bit of outputs, states and gradients agrees."""
     inputs = without_decay("ragged")
     state = cases.random_state("delta_rule", shapes.SHAPES["delta_rule"]["ragged"])
     run = cases.evaluator(cases.delta_rule)
@@ -57,8 +57,8 @@ def test_no_decay_is_a_decay_of_one():
 
 
 @pytest.mark.parametrize("dtype, limit", [(None, 1e-5), (jnp.bfloat16, 5e-3)])
-def test_errors_do_not_pile_up(dtype, limit):
-    """4,096 tokens that nothing forgets, against float64."""
+def test_errors_do_not_accumulate(dtype, limit):
+    """4,096 tokens without decay, compared with float64."""
     inputs = cases.rounded(without_decay(LONG))
     wanted = cases.evaluate(partial(cases.delta_rule, implementation="reference"), inputs, dtype=jnp.float64)
     got = cases.evaluate(cases.delta_rule, inputs, dtype=dtype)
@@ -68,7 +68,7 @@ def test_errors_do_not_pile_up(dtype, limit):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 2e-2)])
 def test_a_token_repeated_4096_times(dtype, tolerance):
-    """A full write is recalled exactly, and writing it again changes nothing: every output is (q.k) v / |k|^2."""
+    """With beta = 1 a token is recalled exactly, and writing it again changes nothing: o is (q.k) v / |k|^2."""
     token = {name: jnp.asarray(x[:, :1], dtype) for name, x in without_decay(LONG).items()}
     q, k, v, beta = (jnp.broadcast_to(x, (1, LONG["T"], *x.shape[2:])) for x in token.values())
     beta = jnp.ones_like(beta, jnp.float32)
@@ -82,7 +82,7 @@ def test_a_token_repeated_4096_times(dtype, tolerance):
 
 @pytest.mark.parametrize("size", [1, 2, 16, 64])
 def test_inverse_and_its_gradient(size):
-    """Against LAPACK in float64, the system of one repeated token included."""
+    """Compares with LAPACK in float64; one of the systems is that of a repeated token."""
     rng = np.random.default_rng(0)
     lower = np.stack(
         [np.tril(rng.standard_normal((size, size)) / np.sqrt(size), -1), np.tril(np.ones((size, size)), -1)]

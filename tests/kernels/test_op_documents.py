@@ -1,4 +1,4 @@
-"""Documents packed in one row do not see each other: bitwise, forward and backward."""
+"""Documents packed into one row do not affect a single bit of each other, forward or backward."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ OPTIONS = {
 
 
 def per_token(op, outputs):
-    """The outputs with a time axis."""
+    """Returns the outputs that have a time axis."""
     return outputs[0] if op in cases.RECURRENT else outputs
 
 
@@ -54,7 +54,7 @@ def test_a_perturbed_document_changes_no_other(op):
 
 @pytest.mark.parametrize("op", OPTIONS)
 def test_documents_equal_separate_sequences(op):
-    """Outputs and final state as if each document stood alone; the initial state belongs to the first only."""
+    """Outputs and final state are as if each document stood alone; the initial state belongs to the first only."""
     sizes = shapes.SHAPES[op]["tiny"]
     inputs = shapes.example(op, sizes)
     time = np.arange(sizes["T"])

@@ -1,4 +1,4 @@
-"""Golden vectors of gated linear attention (flash-linear-attention, float64), and decays of every size side by side."""
+"""Golden values of gated linear attention (flash-linear-attention, float64), and very different decays together."""
 
 from functools import partial
 
@@ -61,7 +61,7 @@ def test_vector_decay_of_equal_channels_is_the_scalar_one():
 
 
 def test_channels_do_not_disturb_each_other():
-    """Each channel alone, bitwise in its gradient: one forgets all at every third token, its neighbours little or nothing."""
+    """Channels that forget everything at every third token do not disturb those that forget little or nothing."""
     inputs = shapes.example(VECTOR_OP, "ragged")
     inputs["log_decay"][..., ::4] = 0.0
     inputs["log_decay"][:, ::3, :, 1::4] = -np.inf
@@ -72,7 +72,7 @@ def test_channels_do_not_disturb_each_other():
     )
     got = run(inputs)
     cases.assert_close(got, wanted, limit=1e-5)
-    for name in ("k", "log_decay"):  # the error of each kind of channel, beside its own size
+    for name in ("k", "log_decay"):  # the error of each kind of channel, relative to its own norm
         for kind in range(4):
             channels = got[1][0][name][..., kind::4], wanted[1][0][name][..., kind::4]
             assert max(cases.relative_errors(*channels).values()) < 2e-5, (name, kind)
@@ -81,9 +81,10 @@ def test_channels_do_not_disturb_each_other():
 @pytest.mark.parametrize("op", [SCALAR_OP, VECTOR_OP])
 @pytest.mark.parametrize("dtype, limit", [(None, 1e-5), (jnp.bfloat16, 5e-3)])
 def test_a_token_repeated_4096_times(op, dtype, limit):
-    """Nothing is forgotten in half of the heads: there o grows to 4,096 v.
+    """In half of the heads nothing is forgotten, and o grows to 4,096 v.
 
-    q is k: the rounding of one token is the same 4,096 times, and does not average out of a q.k that nearly cancels.
+    The query is the key, so that q.k does not nearly cancel: the rounding error of one token is repeated 4,096 times
+    and does not average out.
     """
     one = shapes.example(op, dict(B=1, T=1, H=2, K=8, V=4))
     one["q"] = one["k"]

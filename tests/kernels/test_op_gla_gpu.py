@@ -1,4 +1,4 @@
-"""Gated linear attention as Mosaic GPU kernels: interpreted and lowered for CUDA here, and run where there is a GPU."""
+"""Gated linear attention as Mosaic GPU kernels: interpreted and lowered for CUDA on CPUs, and run on a GPU."""
 
 from functools import partial
 
@@ -16,13 +16,13 @@ from tests.helpers.hopper import interpreted, lowers, needs_interpreter
 from tests.helpers.op_cases import assert_close, cast_floating, gated_linear_attention
 
 OP = "gated_linear_attention"
-LIMIT = 5e-3  # bfloat16 inputs, kernel-api.md
+LIMIT = 5e-3  # with bfloat16 inputs (docs/kernels.md, "Public functions")
 against_float64 = partial(op_cases.against_float64, gated_linear_attention, "pallas_gpu")
 
 
 @needs_interpreter
 def test_segments(monkeypatch):
-    """Four chunks as four segments at once, both ways in time."""
+    """Four chunks as four concurrent segments, forwards and backwards in time."""
     monkeypatch.setattr(states, "SHORTEST", 1)
     assert states._segments(4, 2) == 4
     with interpreted(monkeypatch):
@@ -39,7 +39,7 @@ def test_few_long_rows_are_cut_in_segments():
 
 @needs_interpreter
 def test_outputs_and_gradients(monkeypatch):
-    """Three chunks, the last ragged; a document starts in the first, one with the second."""
+    """Three chunks, the last incomplete; one document starts inside the first chunk, one with the second chunk."""
     with interpreted(monkeypatch):
         found, wanted = against_float64(dict(B=1, T=150, H=2, K=64, V=128), 20, 64)
     assert_close(found, wanted, limit=LIMIT)
@@ -48,7 +48,7 @@ def test_outputs_and_gradients(monkeypatch):
 @needs_interpreter
 @pytest.mark.parametrize("backwards", [False, True])
 def test_exact_states(monkeypatch, backwards):
-    """Float32's precision of the states, which Mesa's systems need, from the same walk over the chunks."""
+    """States in the precision of float32, which Mesa's systems need, from the same kernel."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
     k_BTHK, v_BTHV = (jnp.asarray(draw(1, 128, 1, 64), jnp.bfloat16) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Gated linear attention as Mosaic TPU kernels: in both interpreters, and compiled for each chip by the TPU compiler."""
+"""Gated linear attention as Mosaic TPU kernels: in both interpreters, and compiled by the TPU compiler."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ from tests.kernels.test_op_tpu import compiler_topology
 
 OP = "gated_linear_attention"
 INPUTS = "q", "k", "v", "log_decay", "beta"
-LIMIT = 5e-3  # bfloat16 inputs, kernel-api.md
+LIMIT = 5e-3  # with bfloat16 inputs (docs/kernels.md, "Public functions")
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 run = partial(gated_linear_attention, implementation="pallas_tpu")
 
@@ -32,13 +32,13 @@ def interpreted(request, monkeypatch):
     "sizes", [dict(B=2, T=300, H=2, K=64, V=128), dict(B=1, T=140, H=3, K=128, V=64)], ids=["pair", "odd"]
 )
 def test_outputs_and_gradients(sizes, interpreted):
-    """Two heads a step or one; chunks, the last one ragged; documents start inside a chunk and with one."""
+    """Two heads per grid step or one; the last chunk is incomplete; documents start inside a chunk and with one."""
     found, wanted = against_float64(gated_linear_attention, "pallas_tpu", sizes, 20, 128)
     assert_close(found, wanted, limit=LIMIT)
 
 
 def test_weights(interpreted):
-    """Those of plain XLA, gradients too; small decays keep their precision between the largest ones."""
+    """Weights and gradients agree with plain XLA; small decays keep their precision between the largest ones."""
     sizes = dict(B=2, T=300, H=2, K=1, V=1)
     gates = {name: x for name, x in example(OP, sizes).items() if name in ("log_decay", "beta")}
     gates["log_decay"][0, ::5], gates["log_decay"][0, 1::5], gates["log_decay"][1, ::3] = -np.inf, -1e4, 0.0
@@ -59,7 +59,7 @@ def test_says_what_it_lacks():
 
 
 def lowered(sizes, device, implementation):
-    """The gradient of the op, lowered for TPUs."""
+    """Returns the gradient of the op, lowered for TPUs."""
     sharding = device and jax.sharding.SingleDeviceSharding(device)
     dtype_of = lambda name: jnp.float32 if name in WIDE else jnp.bfloat16
     arguments = [
@@ -75,7 +75,7 @@ def lowered(sizes, device, implementation):
 
 @pytest.mark.parametrize("length, kernels", [(128, 4), (127, 0)])
 def test_is_chosen_on_tpus(length, kernels):
-    """Weights, states and both their gradients (nothing asks for o); less than a chunk goes to plain XLA."""
+    """Weights, states, gradients and gradients of the weights; a row shorter than a chunk goes to plain XLA."""
     text = lowered(dict(B=1, T=length, H=2, K=64, V=64), None, None).as_text()
     assert text.count("@tpu_custom_call") == kernels
 

@@ -1,4 +1,4 @@
-"""What is Mesa's own: golden vectors, the solver's promises, the implicit gradient's scale."""
+"""What only Mesa has: golden values, the properties of its solver, and the scale of its implicit gradient."""
 
 import functools
 
@@ -32,7 +32,7 @@ def golden_runner(implementation, solver, dtype):
     [("reference", "cg", jnp.float64, 1e-12), ("xla", "cg", None, 1e-4), ("xla", "pcg", None, 1e-4)],
 )
 def test_golden(path, implementation, solver, dtype, limit):
-    """T = 150, not a multiple of the chunk; values of a public implementation in float64. 20 steps suffice."""
+    """Values of a public implementation in float64. T = 150 is not a multiple of the chunk; 20 iterations suffice."""
     data = np.load(path)
     inputs = {name: data["in_" + key] for key, name in NAMES.items()}
     zeros = np.zeros(data["out_final_kk"].shape, np.float32), np.zeros(data["out_final_kv"].shape, np.float32)
@@ -73,10 +73,10 @@ def test_gradients_scale_with_the_cotangent(solver):
 
 @pytest.mark.parametrize("solver", ["cg", "pcg"])
 def test_repeated_token_stays_finite_and_solved(solver):
-    """2048 times the same key, no forgetting: the worst condition number (mesanet.md 1.7.5).
+    """2048 equal keys that are never forgotten have the worst condition number (docs/mesa.md, "Numerics").
 
-    With the keys for values o is H q*, so its error is that of the system's left side: next to the unit query it is the
-    residual. Other values cancel in the readout here, which would measure float32 and not the solver.
+    The keys are also the values, so o is H q*, and the error of o is the residual of the system, relative to a query of
+    unit norm. Other values would cancel in the readout, which would measure the rounding of float32 and not the solver.
     """
     sizes = dict(B=1, T=2048, H=1, K=16, V=16)
     inputs = shapes.example("mesa", sizes)
@@ -121,13 +121,14 @@ def test_zero_steps_return_the_starting_point():
 
 def test_tolerance_stops_each_row_at_its_own_step():
     matrices, rhs = systems()
-    matrices = matrices.at[0].set(2 * jnp.eye(24)).at[0, 0, 1].set(0.1).at[0, 1, 0].set(0.1)  # solved in few steps
+    matrices = matrices.at[0].set(2 * jnp.eye(24)).at[0, 0, 1].set(0.1).at[0, 1, 0].set(0.1)  # solved in few iterations
     start = residuals(matrices, rhs, solve(matrices, rhs, max_iters=0, tol=0.0).x_RK)
     for tol in (1e-1, 1e-3):
         x, iterations = solve(matrices, rhs, max_iters=50, tol=tol)
         assert np.all(residuals(matrices, rhs, x) <= 1.01 * tol * start)
         assert iterations[0] < iterations.max() < 50
-        row, steps = 0, int(iterations[0])  # one step less would not do, and the row stays as it was when it stopped
+        # The row stays as it was when it stopped, and one iteration less would not have been enough.
+        row, steps = 0, int(iterations[0])
         np.testing.assert_array_equal(x[row], solve(matrices, rhs, max_iters=steps, tol=tol).x_RK[row])
         before = solve(matrices, rhs, max_iters=steps - 1, tol=0.0).x_RK
         assert residuals(matrices, rhs, before)[row] > tol * start[row]
@@ -137,7 +138,7 @@ def test_tolerance_stops_each_row_at_its_own_step():
 def test_solver_is_scale_invariant_and_solves_zero(tol):
     matrices, rhs = systems()
     x, iterations = solve(matrices, rhs, max_iters=40, tol=tol)
-    for exponent in (-60, 60):  # powers of two: every bit must be the same
+    for exponent in (-60, 60):  # powers of two, so every bit must be the same
         scaled, scaled_iterations = solve(matrices, rhs * 2.0**exponent, max_iters=40, tol=tol)
         np.testing.assert_array_equal(scaled / 2.0**exponent, x)
         np.testing.assert_array_equal(scaled_iterations, iterations)
@@ -145,7 +146,7 @@ def test_solver_is_scale_invariant_and_solves_zero(tol):
 
 
 def test_converged_rows_are_refined():
-    """Rank one plus a small multiple of the identity: x0 = b / diag starts far off, and its rounding must not stay."""
+    """With rank one plus a small diagonal, the starting point b / diag is far off; its rounding error must not stay."""
     key = np.full((1, 32), 32**-0.5, np.float32)
     matrices = jnp.asarray(200 * key[:, :, None] * key[:, None, :] + 0.25 * np.eye(32, dtype=np.float32))
     rhs = jnp.asarray(key)
@@ -176,7 +177,7 @@ def test_an_exact_preconditioner_solves_in_one_step_and_a_near_one_in_few():
 
 
 def slow_heads(length=512, size=32, rank=4):
-    """Heads that forget nothing, with keys of low rank: where conjugate gradients need most steps (solver.md)."""
+    """Returns inputs whose heads forget nothing and have keys of low rank, where the solver needs most iterations."""
     rng = np.random.default_rng(0)
     inputs = shapes.example("mesa", dict(B=1, T=length, H=2, K=size, V=size))
     unit = lambda x: (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)
@@ -208,7 +209,7 @@ def test_solvers_agree_over_documents_with_states_and_gradients():
 
 
 def test_preconditioned_decoding_solves_a_token_in_one_step():
-    """One token is a chunk of its own, whose mean matrix is its matrix."""
+    """A token is a chunk of its own, so the preconditioner is the exact inverse."""
     sizes = shapes.SHAPES["mesa"]["tiny"]
     inputs, state = shapes.example("mesa", sizes), cases.random_state("mesa", sizes)
     token = {name: x if name == "lam" else x[:, 0] for name, x in inputs.items()}

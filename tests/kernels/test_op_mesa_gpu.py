@@ -1,4 +1,4 @@
-"""Mesa as Mosaic GPU kernels throughout: interpreted and lowered for CUDA here, and run where there is a GPU."""
+"""Mesa composed of Mosaic GPU kernels: interpreted and lowered for CUDA on CPUs, and run where there is a GPU."""
 
 from functools import partial
 
@@ -24,12 +24,12 @@ from tests.helpers.op_cases import (
     while_loops,
 )
 
-LIMIT = 5e-3  # bfloat16 inputs, kernel-api.md
+LIMIT = 5e-3  # with bfloat16 inputs (docs/kernels.md, "Public functions")
 against_float64 = partial(op_cases.against_float64, mesa, "pallas_gpu")
 
 
 def solved(keys, size, **options):
-    """The kernel's solutions of the systems of mesa_systems.py, one chunk a head, the exact ones, and the steps."""
+    """Returns the kernel's solutions of the systems of mesa_systems.py, the exact ones, and the iterations."""
     arrays, exact_HCK = systems(keys, size, chunk=tiles.CHUNK, half=jnp.float16)
     unit_HCK, k_HCK, high_HKK, low_HKK, intra_HCC, enter_HC, lam_HK = arrays
     assert len(unit_HCK) == HEADS
@@ -51,6 +51,7 @@ def solved(keys, size, **options):
 
 
 def error(keys, size, **options):
+    """Returns the relative error of the kernel's solutions and the mean number of iterations."""
     x_HCK, exact_HCK, iterations = solved(keys, size, **options)
     return np.linalg.norm(x_HCK - exact_HCK) / np.linalg.norm(exact_HCK), iterations.mean()
 
@@ -58,7 +59,7 @@ def error(keys, size, **options):
 @needs_interpreter
 @pytest.mark.parametrize("keys", KEYS)
 def test_solves(monkeypatch, keys):
-    """Also the systems that are hard for float16: 5e-4 is a tenth of what bfloat16 inputs are allowed (kernel-api.md)."""
+    """Easy systems and those that are hard in float16, to a tenth of the error allowed with bfloat16 inputs."""
     with interpreted(monkeypatch):
         all_steps, steps = error(keys, 64, max_iters=30, tol=0.0)
         stopped, fewer = error(keys, 64, max_iters=30, tol=1e-3)
@@ -68,7 +69,7 @@ def test_solves(monkeypatch, keys):
 
 @needs_interpreter
 def test_outputs_and_gradients(monkeypatch):
-    """Three chunks, the last ragged; a document starts in the first, one with the second."""
+    """Three chunks, the last incomplete; one document starts inside the first chunk, one with the second chunk."""
     with interpreted(monkeypatch):
         found, wanted = against_float64(dict(B=1, T=150, H=2, K=64, V=64), 20, 64)
     assert_close(found, wanted, limit=LIMIT)
@@ -76,7 +77,7 @@ def test_outputs_and_gradients(monkeypatch):
 
 @needs_interpreter
 def test_solutions_in_two_parts(monkeypatch):
-    """Keys of low rank, hardly forgotten: solutions are large where keys are small. One part: an error of 4e-2."""
+    """Keys of low rank that are hardly forgotten need solutions in two parts; with one, the error would be 4e-2."""
     sizes = dict(B=1, T=320, H=1, K=64, V=64)
     rng = np.random.default_rng(0)
     keys = rng.standard_normal((320, 6)) @ rng.standard_normal((6, 64)) + 0.1 * rng.standard_normal((320, 64))
@@ -92,8 +93,8 @@ def test_solutions_in_two_parts(monkeypatch):
     assert np.linalg.norm(np.float64(found) - wanted) < LIMIT * np.linalg.norm(wanted)
 
 
-def test_sizes_keep_large_states_within_float16():
-    """Keys of size 30 for 200 tokens: H is beyond float16, what the kernels are given is not, and is the same H."""
+def test_scales_keep_large_states_within_float16():
+    """With keys of norm 240 for 192 tokens, H exceeds float16; the scaled states do not, and are the same H."""
     rng = np.random.default_rng(0)
     k_BTHK = jnp.asarray(30 * rng.standard_normal((1, 192, 1, 64)), jnp.bfloat16)
     leave_NBHC, carry_NBH, state = np.ones((3, 1, 1, 64)), np.full((3, 1, 1), 0.9), np.eye(64)[None, None]
@@ -122,7 +123,7 @@ def test_lowers_for_cuda(monkeypatch, size):
 
 @pytest.mark.parametrize("op", [mesa, gated_linear_attention])
 def test_each_device_is_given_its_own_rows_and_heads(monkeypatch, op):
-    """Forward and backward, by the shapes that the kernels see."""
+    """Checks the shapes that the kernels see, forward and backward."""
     monkeypatch.setattr(tiles, "unsupported_reason", lambda sizes: "")
     axes = mesh_axes(batch=("data",), heads=("tensor",))
     inputs = cast_floating(example(op.__name__, dict(B=4, T=64, H=2, K=64, V=128)), jnp.bfloat16)
@@ -141,7 +142,7 @@ def test_each_device_is_given_its_own_rows_and_heads(monkeypatch, op):
 
 @pytest.mark.parametrize("ways", [1, 2])
 def test_a_kept_solution_is_not_computed_again(monkeypatch, ways):
-    """By a forward pass that is done again for its gradients, on one device or on a mesh. A solve is a loop."""
+    """Counts the solves, each a loop, when the forward pass is rematerialised, on one device and on a mesh."""
     monkeypatch.setattr(tiles, "unsupported_reason", lambda sizes: "")
     axes = mesh_axes(batch=("data",), heads=())
     inputs = cast_floating(example("mesa", dict(B=2, T=64, H=1, K=64, V=64)), jnp.bfloat16)
@@ -181,7 +182,7 @@ def test_solves_on_a_gpu(keys, size):
 
 @pytest.mark.gpu
 def test_a_solution_that_all_layers_keep_is_computed_once_on_a_gpu():
-    """As in the test above, though the compiler may repeat a kernel whose result two others read (`tiles.kernel`)."""
+    """The compiler must not repeat a kernel whose result two others read (`tiles.kernel`)."""
     x = cast_floating(example("mesa", dict(B=1, T=128, H=2, K=64, V=64)), jnp.bfloat16)
 
     def layer(v, _):
@@ -191,7 +192,7 @@ def test_a_solution_that_all_layers_keep_is_computed_once_on_a_gpu():
     layers = lambda v: jnp.sum(jax.lax.scan(jax.checkpoint(layer, policy=keep), v, length=3)[0] ** 2)
     program = jax.jit(jax.grad(layers)).lower(x["v"]).compile().as_text()
     calls = [line for line in program.splitlines() if "custom-call(" in line and "solve_chunk" in line]
-    assert len(calls) == 2, calls  # once a pass
+    assert len(calls) == 2, calls  # once in the forward and once in the backward pass
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""One token of Mesa in one launch: in the GPU interpreter and lowered for CUDA here, and run where there is a GPU."""
+"""The kernel of a decoding step of Mesa: interpreted and lowered for CUDA on CPUs, and run where there is a GPU."""
 
 from functools import partial
 
@@ -17,18 +17,19 @@ SIZES = dict(B=2, T=1, H=2, K=64, V=128)
 
 
 def token(sizes, *, scale=1.0):
-    """Arguments of a step, and a state with eigenvalues from 0 up."""
+    """Returns the arguments of a decoding step, and a state with eigenvalues from 0 up."""
     inputs = {name: x[:, 0] if name != "lam" else x for name, x in example("mesa", sizes).items()}
     h_kk, h_kv = random_state("mesa", sizes)
     return inputs, (scale * np.float32(h_kk @ h_kk.swapaxes(-1, -2)), np.float32(h_kv))
 
 
 def distance(got, wanted):
+    """Returns the relative L2 error."""
     return np.linalg.norm(np.asarray(got, np.float64) - wanted) / np.linalg.norm(wanted)
 
 
 def assert_step(inputs, state, run, *, limit=1e-5):
-    """Against the exact solution, in float64."""
+    """Compares a step with the exact solution in float64, and returns the step."""
     wide = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), tree)
     with jax.enable_x64(True):
         wanted = jax.device_get(mk.mesa_step(**wide(inputs), state=wide(state), implementation="reference"))
@@ -61,7 +62,7 @@ def test_kernel_lowers_for_cuda(key, value):
     assert "mosaic_gpu" in run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.slow  # decoding has no use for them
+@pytest.mark.slow  # decoding does not need gradients
 def test_gradients_are_those_of_the_op(monkeypatch):
     """They do not come from the kernel, which is left out here."""
     monkeypatch.setattr(step_gpu.tiles, "unsupported_reason", lambda _: "")
@@ -85,7 +86,7 @@ def test_accuracy_on_a_gpu(key, value):
 
 @pytest.mark.gpu
 def test_steps_equal_the_row_on_a_gpu():
-    """A row token by token, by the kernel, and at once, exactly."""
+    """Decoding a row with the kernel agrees with the exact solution of the whole row."""
     sizes = dict(B=1, T=40, H=2, K=64, V=64)
     inputs = example("mesa", sizes)
     step = jax.jit(partial(mk.mesa_step, implementation="pallas_gpu", lam=inputs.pop("lam")))

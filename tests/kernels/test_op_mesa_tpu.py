@@ -1,4 +1,4 @@
-"""Mesa as Mosaic TPU kernels throughout: in both interpreters, and compiled for each chip by the TPU compiler."""
+"""Mesa composed of Mosaic TPU kernels: in both interpreters, and compiled for each chip by the TPU compiler."""
 
 from functools import partial
 
@@ -17,12 +17,13 @@ from tests.helpers.mesa_systems import HEADS, KEYS, systems
 from tests.helpers.op_cases import against_float64, assert_close, evaluate, mesa, relative_errors, rounded, while_loops
 from tests.kernels.test_op_tpu import compiler_topology
 
-LIMIT = 5e-3  # bfloat16 inputs, kernel-api.md
+LIMIT = 5e-3  # with bfloat16 inputs (docs/kernels.md, "Public functions")
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 INPUTS = tuple(example("mesa", dict(B=1, T=1, H=1, K=1, V=1)))
 
 
 def interpret(monkeypatch, how):
+    """Runs the kernels in an interpreter; `how` is True (lenient) or `STRICT`."""
     monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=how))
 
 
@@ -32,7 +33,7 @@ def interpreted(monkeypatch):
 
 
 def arguments_of(keys, size):
-    """The solver's, of the systems of mesa_systems.py: one chunk, a head each; and the exact solutions."""
+    """Returns the solver's arguments for the systems of mesa_systems.py, one chunk per head, and the solutions."""
     arrays, exact_HCK = systems(keys, size, chunk=pallas_tpu.CHUNK, half=jnp.bfloat16)
     unit_HCK, k_HCK, high_HKK, low_HKK, intra_HCC, enter_HC, lam_HK = arrays
     assert len(unit_HCK) == HEADS
@@ -44,7 +45,7 @@ def arguments_of(keys, size):
 
 @pytest.mark.parametrize("keys", KEYS)
 def test_solves(keys, interpreted):
-    """Also the systems that are hard for bfloat16: 5e-4 is a tenth of what bfloat16 inputs are allowed (kernel-api.md)."""
+    """Easy systems and those that are hard in bfloat16, to a tenth of the error allowed with bfloat16 inputs."""
     arguments, exact_BTHK = arguments_of(keys, 64)
     x_BTHK, state_BHKK, iterations = jax.jit(partial(solve_tpu.solve_systems_tpu, max_iters=30, tol=0.0))(*arguments)
     assert np.linalg.norm(x_BTHK - exact_BTHK) < 5e-4 * np.linalg.norm(exact_BTHK)
@@ -62,7 +63,7 @@ def test_solves(keys, interpreted):
     "how, value_size", [pytest.param(True, 128, marks=pytest.mark.slow), (STRICT, 64)], ids=["lenient", "strict"]
 )
 def test_outputs_and_gradients(monkeypatch, how, value_size):
-    """Two chunks, the last ragged; a document starts in the first, one with the second."""
+    """Two chunks, the last incomplete; one document starts inside the first chunk, one with the second chunk."""
     interpret(monkeypatch, how)
     found, wanted = against_float64(mesa, "pallas_tpu", dict(B=1, T=200, H=2, K=64, V=value_size), 20, 128)
     assert_close(found, wanted, limit=LIMIT)
@@ -70,9 +71,10 @@ def test_outputs_and_gradients(monkeypatch, how, value_size):
 
 
 def test_one_key_repeated(interpreted):
-    """What a solution has in common with 600 equal keys is its last bits, which the states make large again.
+    """With 600 equal keys, the last bits of a solution decide, because the states make them large again.
 
-    As large as states become with the gate's cap (mesanet.md 1.7.5). With two parts in the first steps: errors of 2e-2.
+    States do not become larger with the cap on the decay (docs/mesa.md, "Numerics"). With two parts instead of three in
+    the first iterations, errors would be 2e-2.
     """
     sizes = dict(B=1, T=600, H=1, K=64, V=64)
     gates = {"log_decay": np.zeros((1, 600, 1)), "beta": np.full((1, 600, 1), 0.9), "lam": np.full((1, 64), 0.25)}
@@ -96,6 +98,7 @@ def test_says_what_it_lacks():
 
 
 def abstract(sizes, device=None):
+    """Returns the shapes and dtypes of Mesa's arguments."""
     sharding = device and jax.sharding.SingleDeviceSharding(device)
     dtype_of = lambda name: jnp.float32 if name in WIDE else jnp.bfloat16
     shapes = {name: x.shape for name, x in example("mesa", sizes).items()}
@@ -115,16 +118,17 @@ def lowered(sizes, device, implementation):
 
 @pytest.mark.parametrize("length, kernels", [(128, 10), (127, 0)])
 def test_is_chosen_on_tpus(length, kernels):
-    """Weights, solve, readout; weights, gradient of the readout, solve, two states, gradients, and those of the weights.
+    """Ten kernels for a whole chunk, none for a shorter row, which goes to plain XLA.
 
-    Less than a chunk goes to plain XLA.
+    Forward: weights, solve, readout. Backward: weights, gradient of the readout, solve, two states, gradients,
+    gradients of the weights.
     """
     text = lowered(dict(B=1, T=length, H=2, K=64, V=64), None, None).as_text()
     assert text.count("@tpu_custom_call") == kernels
 
 
 def test_a_kept_solution_is_not_computed_again():
-    """By a forward pass that is done again for its gradients. Each solve has two loops."""
+    """Counts the solves, each of two loops, when the forward pass is rematerialised."""
     arrays = abstract(dict(B=1, T=128, H=1, K=64, V=64))
     run = lambda *arrays: jnp.sum(jnp.sin(mesa(dict(zip(INPUTS, arrays)), implementation="pallas_tpu")[0]))
 
@@ -136,7 +140,7 @@ def test_a_kept_solution_is_not_computed_again():
 
 
 def test_each_device_is_given_its_own_rows_and_heads(monkeypatch):
-    """Forward and backward, by the shapes that the kernels see."""
+    """Checks the shapes that the kernels see, forward and backward."""
     axes = mesh_axes(batch=("data",), heads=("tensor",))
     arrays = abstract(dict(B=4, T=128, H=2, K=64, V=128))
     with jax.set_mesh(jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)), axes:

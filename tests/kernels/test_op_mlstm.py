@@ -1,4 +1,4 @@
-"""What is mLSTM's own: golden vectors (mlstm_kernels, float64), extreme gates, long and repeated inputs."""
+"""What only mLSTM has: golden values (mlstm_kernels, float64), extreme gates, long and repeated inputs."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def test_golden(path, implementation, dtype, limit):
 
 
 def against_reference(inputs, *, chunk_size=None, **options):
-    """Values and gradients of "xla" in float32 beside those of the reference in float64."""
+    """Compares values and gradients of "xla" in float32 with the reference in float64, and returns the former."""
     got, wanted = (
         cases.evaluate(
             partial(cases.mlstm, implementation=implementation, chunk_size=chunk_size), inputs, dtype=dtype, **options
@@ -49,9 +49,10 @@ def test_any_length_and_chunk(length, chunk):
 
 
 def test_extreme_gates():
-    """One row of the batch a case: gates shut, wide open and far below and above what e^x can hold.
+    """Each row of the batch is a case: gates closed, wide open, and far outside the range of the exponential.
 
-    Keys and queries are positive: where two tokens alone are left, n^T q could cancel to nothing, which no float32 survives.
+    Keys and queries are positive. Where only two tokens are left, n^T q could otherwise cancel, and the output, which
+    is divided by it, would be meaningless in float32.
     """
     gates = [(i, f) for i in (-np.inf, -200.0, 0.0, 200.0) for f in (-np.inf, -1e4, 0.0, 1e4)]
     inputs = shapes.example("mlstm", shapes.SHAPES["mlstm"]["tiny"] | {"B": len(gates)})
@@ -63,16 +64,16 @@ def test_extreme_gates():
 
 
 def test_nothing_was_ever_written():
-    """All input gates shut: the memory is empty, the output zero, and nothing is NaN."""
+    """With all input gates closed, the state is empty, the output is zero, and nothing is NaN."""
     inputs = shapes.example("mlstm", "ragged")
     inputs["input_gate"][:] = -np.inf
-    inputs["forget_gate"][:] = -5.0  # m would fall to -350
+    inputs["forget_gate"][:] = -5.0  # without its floor, m would fall to -350
     (o, _), gradients = against_reference(inputs)
     assert not o.any() and all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
 def test_a_token_repeated_4096_times():
-    """Nothing is forgotten, and o is v from the first token on that counts for more than 1: q has no gradient there."""
+    """Nothing is forgotten. Once n^T q exceeds its lower bound, o is v, and q has no gradient."""
     one = shapes.example("mlstm", dict(B=1, T=1, H=1, K=8, V=8))
     inputs = {name: np.repeat(x, 4096, axis=1) for name, x in one.items()}
     inputs["forget_gate"][:] = 20.0
@@ -87,7 +88,7 @@ def test_a_token_repeated_4096_times():
 
 
 def test_the_stabiliser_changes_nothing():
-    """The same memory with another m: the outputs agree but for the epsilon."""
+    """The same state written with another m gives the same outputs, except for the epsilon."""
     sizes = shapes.SHAPES["mlstm"]["tiny"]
     cell, normaliser, m = cases.random_state("mlstm", sizes)
     run = jax.jit(cases.mlstm)
@@ -99,7 +100,7 @@ def test_the_stabiliser_changes_nothing():
 
 
 def test_the_stabiliser_of_a_new_document():
-    """Where little is ever written, m is what is left of the 0 that a document starts with, in any chunk."""
+    """Where little is written, m is the decayed 0 that a document starts with, in every chunk."""
     inputs = shapes.example("mlstm", "ragged")
     inputs["input_gate"] -= 30.0
     sizes = shapes.SHAPES["mlstm"]["ragged"]

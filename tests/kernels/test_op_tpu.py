@@ -1,4 +1,4 @@
-"""Every op, forward and backward, compiles for a TPU without one, sharded over batch and heads, gathering nothing."""
+"""Every op, forward and backward, compiles for TPUs, sharded over batch and heads, without gathering anything."""
 
 import os
 import re
@@ -19,7 +19,7 @@ SIZES = dict(B=4, T=512, H=4, J=4, K=128, V=128, D=256, W=4, N=64)
 
 
 def compiler_topology(name):
-    """The devices of a topology that exists for the TPU compiler only."""
+    """Returns the devices of a TPU topology that exists only for the compiler."""
     sys.path.append(os.environ.get("MESANET_TPU_COMPILER", ""))  # `make test-all` installs it beside the environment
     pytest.importorskip("libtpu", reason="the TPU compiler is optional: `make test-all` installs it")
     for variable, value in (

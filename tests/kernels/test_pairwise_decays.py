@@ -1,4 +1,4 @@
-"""The sums of pairwise_decays.py hold the terms between two tokens and no other, and no product ever overflows."""
+"""Pairwise sums of log decays contain exactly the terms between two tokens, and no exponential overflows."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from mesanet_kernels.linear_recurrence.pairwise_decays import pairwise_values
 
 
 def test_sums_of_own_terms():
-    """One term drowns every running sum that passes it; all that does not span it keeps its precision."""
+    """One huge term would ruin every running sum after it; all sums that do not contain it keep their precision."""
     log_decay = -np.random.default_rng(0).random((1, 1, 1, 16, 1)).astype(np.float32)
     log_decay[..., 6, :] = -1e30
     diagonal = np.zeros(log_decay.shape[:-1], np.float32)
