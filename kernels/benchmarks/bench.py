@@ -1,14 +1,15 @@
 """Times the ops of mesanet_kernels on the current device and measures their error.
 
     python kernels/benchmarks/bench.py --op mesa --shape 16x2048 --dtype bfloat16 --json out.json
-    python kernels/benchmarks/bench.py --op mesa --shape 16x2048 --dtype bfloat16 --implementation all --keys hard --peer fla
+    python kernels/benchmarks/bench.py --op mesa --shape 16x2048 --dtype bfloat16 --implementation all --keys hard \\
+        --peer fla
     python kernels/benchmarks/bench.py --op all --shape demo
 
-Prints a table: median milliseconds of the forward pass and of forward + backward, by the host's clock; TFLOP/s and GB/s of
-the forward pass (of the work in `work.py`, Mesa's with the steps that it took); scratch memory of forward + backward; and
-the relative L2 error of output and worst gradient against the float64 reference. The error is that of the timed call, in
-its first row and two heads, of rows longer than 2048 in the output's first tokens alone; gradients of parameters, which add
-up over rows, are compared where there is one row.
+Prints a table: median milliseconds of the forward pass and of forward + backward, by the host's clock; TFLOP/s and
+GB/s of the forward pass (of the work in `work.py`, Mesa's with the steps that it took); scratch memory of forward +
+backward; and the relative L2 errors of the output and of the worst gradient against the float64 reference. The errors
+are those of the timed call, in its first row and two heads; of rows longer than 2048, only the output's first tokens
+are compared. Gradients of parameters add up over rows, so they are compared only where there is one row.
 """
 
 import argparse
@@ -152,10 +153,12 @@ def example(op, sizes, kind):
 def time_ours(function, inputs, cotangent, repeats):
     forward = jax.jit(function).lower(inputs).compile()
     backward = jax.jit(with_gradients(function)).lower(inputs, cotangent).compile()
+    memory = backward.memory_analysis()
+    assert memory is not None
     row = dict(
         forward_ms=median_ms(partial(forward, inputs), repeats),
         forward_backward_ms=median_ms(partial(backward, inputs, cotangent), repeats),
-        scratch_mib=backward.memory_analysis().temp_size_in_bytes / 2**20,
+        scratch_mib=memory.temp_size_in_bytes / 2**20,
     )
     return row, jax.device_get(backward(inputs, cotangent))
 
@@ -255,7 +258,7 @@ def environment():
     return dict(
         device=jax.devices()[0].device_kind,
         jax=jax.__version__,
-        jaxlib=jax.lib.__version__,
+        jaxlib=jax.lib.__version__,  # pyright: ignore[reportPrivateImportUsage]
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 

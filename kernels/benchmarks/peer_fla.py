@@ -9,7 +9,7 @@ import time
 import ml_dtypes
 import numpy as np
 
-# Ours -> theirs. Gates are log decays in both, q is not scaled, and beta is folded into the values where theirs has none.
+# Ours -> theirs. Gates are log decays in both, and q is not scaled. Where theirs has no beta, the values contain it.
 OPS = {
     "mesa": lambda x, iters: _fla("mesa_net", "chunk_mesa_net")(
         x["q"], x["k"], x["v"], x["log_decay"], x["beta"], x["lam"], max_CG_iteration=iters

@@ -1,7 +1,8 @@
 """How many steps Mesa's solvers take: `python kernels/benchmarks/solver_steps.py [--tol 1e-4]`
 
-Keys as a model has them (after SiLU, of unit size): at random, of low rank, or of eight tokens over and over; heads that
-forget more or less. A residual is relative to the one of the solver's starting point, for "pcg" the right-hand side.
+Keys as a model has them (after SiLU, of unit size): at random, of low rank, or of eight tokens over and over; heads
+that forget more or less. A residual is relative to the one of the solver's starting point, for "pcg" the right-hand
+side.
 """
 
 import argparse

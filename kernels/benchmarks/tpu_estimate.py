@@ -1,9 +1,9 @@
 """What the TPU compiler expects of our kernels: `python kernels/benchmarks/tpu_estimate.py [--chips v5p:2x2x1 ...]`
 
-Static cycle estimates of the compiler, on a machine without a TPU: never a measurement. Waiting for memory is not in them.
-They take a loop whose length depends on the data once, so the cost of an iteration of Mesa's solve is the difference
-between kernels with one and with three iterations written out. Needs libtpu on the path (the directory in
-MESANET_TPU_COMPILER, as for the slow tests).
+Static cycle estimates of the compiler, on a machine without a TPU: never a measurement. They leave out the time spent
+waiting for memory. They take a loop whose length depends on the data once, so the cost of an iteration of Mesa's solve
+is the difference between kernels with one and with three iterations written out. Needs libtpu on the path (the
+directory in MESANET_TPU_COMPILER, as for the slow tests).
 
 B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, D channels.
 """
@@ -16,8 +16,9 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
+from typing import Any
 
-# Multiply-adds a cycle of a device: v5e has four units of 128 x 128, v5p two cores with four each, v6e two of 256 x 256.
+# Multiply-adds of a device per cycle: v5e has four units of 128 x 128, v5p two cores of four, v6e two of 256 x 256.
 CHIPS = {"v5e:2x2": 4 * 128**2, "v5p:2x2x1": 8 * 128**2, "v6e:2x2": 2 * 256**2}
 SYSTEMS, HEADS, CHUNK, SIZE = (
     64,
@@ -73,7 +74,9 @@ def compile_kernel(chip: str, kernel: str) -> None:
     function, shapes = call(kernel)
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
     compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
-    print(*re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", compiled.as_text()))
+    program = compiled.as_text()
+    assert program is not None
+    print(*re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", program))
 
 
 def call(kernel: str):
@@ -88,9 +91,10 @@ def call(kernel: str):
     from mesanet_kernels.linear_recurrence.tpu.states import states_tpu
     from mesanet_kernels.ops.linear_scan import pallas_tpu as linear_scan
 
-    half, wide = (
-        lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.bfloat16, jnp.float32)
-    )
+    def shaped(dtype, *shape: int) -> Any:  # stands for an array
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    half, wide = partial(shaped, jnp.bfloat16), partial(shaped, jnp.float32)
     count = SYSTEMS // HEADS
     tokens, squares = (1, count * CHUNK, HEADS, SIZE), (count, 1, HEADS, SIZE, SIZE)
     pairs, row = wide(count, 1, HEADS, CHUNK, CHUNK), wide(count, 1, HEADS, 1, CHUNK)

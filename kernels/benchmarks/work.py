@@ -34,7 +34,7 @@ def _mesa(s, iterations):
 
 
 def _delta(s, _):
-    """As linear attention, and the chunk's WY form: C x C products with keys and values, and the state read once more."""
+    """As linear attention, and the chunk's WY form: C x C products with keys and values; one more read of the state."""
     return _linear(s, 0) + s["H"] * (2 * CHUNK * (2 * s["K"] + s["V"]) + 2 * s["K"] * s["V"])
 
 
