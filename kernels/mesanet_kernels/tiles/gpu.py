@@ -104,8 +104,8 @@ class Sum(NamedTuple):
 
 def with_sums(body: Callable, *shapes: tuple[int, int]):
     """Returns body(*sums), where each of the `Sum`s has one of the shapes and begins at 0."""
-    sums = [plgpu.ACC(shape, jnp.float32) for shape in shapes]  # pyright: ignore[reportPrivateImportUsage]
-    return pl.run_scoped(lambda *refs: body(*map(Sum, refs)), *sums)
+    accumulators = [plgpu.ACC(shape, jnp.float32) for shape in shapes]  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(lambda *refs: body(*map(Sum, refs)), *accumulators)
 
 
 def products(*terms: tuple[tuple[int, int], jax.Array | None, Sequence[Factors]]) -> list[jax.Array]:
