@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import ml_collections
-from etils import epath
 from ml_collections import config_dict
 
 from mesanet_jax.errors import UserError
@@ -61,6 +60,8 @@ class Field:
 Schema = Mapping[str, "Field | Schema"]
 
 if TYPE_CHECKING:
+    from etils import epath
+
     # The fields of a config are declared by a `Schema` at run time, so a type checker cannot know them.
     Config = Any
 else:
@@ -268,7 +269,7 @@ def to_json(config: Config) -> str:
     return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
-def read_json(path: epath.Path | pathlib.Path) -> dict[str, Any]:
+def read_json(path: "epath.Path | pathlib.Path") -> dict[str, Any]:
     """Reads a saved config as {path: value}; lists become tuples again."""
     flat = flatten(json.loads(path.read_text()))
     return {key: tuple(value) if isinstance(value, list) else value for key, value in flat.items()}
