@@ -87,7 +87,7 @@ def test_lowers_for_cuda(monkeypatch, key_size, value_size):
     assert lowers(jax.grad(loss, argnums=range(5)), *arrays)
 
 
-def test_says_what_it_lacks():
+def test_says_what_it_does_not_support():
     inputs = example(OP, dict(B=1, T=64, H=1, K=64, V=64))
     with pytest.raises(NotImplementedError, match="'pallas_gpu' needs q, k and v in bfloat16"):
         gated_linear_attention(inputs, implementation="pallas_gpu")
@@ -95,7 +95,7 @@ def test_says_what_it_lacks():
         vector = example(OP + "_vector", dict(B=1, T=64, H=1, K=64, V=64))
         gated_linear_attention(vector, implementation="pallas_gpu")
     halves = [jnp.zeros((1, 64, 1, 32), jnp.bfloat16)] * 3
-    assert pallas_gpu.unsupported_reason(*halves, jnp.zeros((1, 64, 1))) == "needs an NVIDIA Hopper GPU"
+    assert pallas_gpu.unsupported_reason(64, *halves, jnp.zeros((1, 64, 1))) == "needs an NVIDIA Hopper GPU"
 
 
 @pytest.mark.gpu

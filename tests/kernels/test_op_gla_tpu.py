@@ -48,7 +48,7 @@ def test_weights(interpreted):
     assert_close(found, wanted, limit=1e-6)
 
 
-def test_says_what_it_lacks():
+def test_says_what_it_does_not_support():
     with pytest.raises(NotImplementedError, match="'pallas_tpu' needs q, k and v in bfloat16"):
         run(example(OP, dict(B=1, T=8, H=1, K=64, V=64)))
     with pytest.raises(NotImplementedError, match="'pallas_tpu' needs one decay per head"):

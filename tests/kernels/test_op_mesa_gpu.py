@@ -157,7 +157,7 @@ def test_a_kept_solution_is_not_computed_again(monkeypatch, ways):
         assert solves(jax.checkpoint_policies.save_only_these_names(MESA_SOLUTION)) == 2
 
 
-def test_says_what_it_lacks():
+def test_says_what_it_does_not_support():
     inputs = example("mesa", dict(B=1, T=64, H=1, K=64, V=64))
     with pytest.raises(NotImplementedError, match="'pallas_gpu' needs q, k and v in bfloat16"):
         mesa(inputs, implementation="pallas_gpu")

@@ -85,7 +85,7 @@ def test_one_key_repeated(interpreted):
     assert_close(found, wanted, limit=LIMIT)
 
 
-def test_says_what_it_lacks():
+def test_says_what_it_does_not_support():
     run = partial(mesa, implementation="pallas_tpu")
     inputs = example("mesa", dict(B=1, T=8, H=1, K=64, V=64))
     with pytest.raises(NotImplementedError, match="'pallas_tpu' needs q, k and v in bfloat16"):

@@ -147,6 +147,7 @@ def carry_states(leaving_NBHCK, v_NBHCV, carry_NBHK, initial_BHKV) -> tuple[jax.
     update_NBHKV = product("nbhck,nbhcv->nbhkv", leaving_NBHCK, v_NBHCV, initial_BHKV.dtype)
 
     def carry_over(state_BHKV, inputs):
+        """Returns the state that leaves a chunk, and the one that entered it."""
         update_BHKV, carry_BHK = inputs
         return carry_BHK[..., None] * state_BHKV + update_BHKV, state_BHKV
 

@@ -29,6 +29,7 @@ def scan_tokens(
     starts_BT = state_resets(segment_ids_BT)
 
     def advance(state, token):
+        """Resets the state of rows in which a document starts, then updates it."""
         starts_B, *token = token
         state = jax.tree.map(lambda s: jnp.where(_expand(starts_B, s.ndim), 0, s), state)
         return update(state, token)

@@ -111,9 +111,11 @@ def gradients_gpu(
             tiles.fetch(zip(sources, targets), barrier)
 
         def fetch_states(i, d, j):
+            """Starts copying a block of the states of recurrence i."""
             fetch_block(recurrences[i].states_parts, states_s, states_loaded[i], d, j)
 
         def fetch_dstates(i, d, j):
+            """Starts copying a block of the cotangents of the states of recurrence i."""
             fetch_block(recurrences[i].dstates_parts, dstates_s, dstates_loaded[i], d, j)
 
         def fetch_following(fetch, i, d):
@@ -157,7 +159,8 @@ def gradients_gpu(
             plgpu.barrier_wait(tokens_loaded[i])
             for j in key_blocks:
 
-                def following(fetch, j=j):
+                def fetch_next(fetch, j=j):
+                    """Calls `fetch` for the block that is needed after block j."""
                     if j + 1 < len(key_blocks):
                         fetch(i, d, j + 1)
                     else:
@@ -169,13 +172,13 @@ def gradients_gpu(
                 read_CD = tiles.product((CHUNK, BLOCK), *tiles.cross_products(q_of_block[j], states), start=read_CD)
                 # All warps have read the states: the next ones are fetched while the cotangents are used.
                 plgpu.commit_smem()
-                following(fetch_states)
+                fetch_next(fetch_states)
                 kept_CD, written[j] = tiles.products(
                     (BLOCK_SHAPE, kept_CD, tiles.cross_products([k_s[j]], dstates)),
                     (BLOCK_SHAPE, written[j], tiles.cross_products([v_s], tiles.transposed(dstates))),
                 )
                 plgpu.commit_smem()
-                following(fetch_dstates)
+                fetch_next(fetch_dstates)
             assert read_CD is not None and kept_CD is not None  # there is at least one block of keys
             denter_C += jnp.sum(tiles.sum_parts(do_s) * read_CD, axis=1)
             dscores_CC, dv_CD = tiles.products(

@@ -116,7 +116,10 @@ def _run(k_parts, v_parts, weight_NBHC, carry_NBH, blocks, initial_SBHKV, *, bac
         b, h, block, segment = (lax.axis_index(name) for name in ("row", "head", "block", "segment"))
         place = [sum(jnp.where(block == n, at[axis], 0) for n, at in enumerate(blocks)) for axis in (0, 1)]
         keys, values = (pl.ds(i * BLOCK, BLOCK) for i in place)
-        chunk_of = lambda step: segment * steps + (steps - 1 - step if backwards else step)
+
+        def chunk_of(step):
+            """Returns the number of the chunk that this segment computes in its step `step`."""
+            return segment * steps + (steps - 1 - step if backwards else step)
 
         def fetch_chunk(step):
             """Starts copying the keys, values and weights of the chunk of `step` to its slot in shared memory."""

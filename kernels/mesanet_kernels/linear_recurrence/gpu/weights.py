@@ -66,6 +66,7 @@ def _compute_weights(log_decay_NBHC, beta_NBHC):
     """Returns (intra [N, B, H, C, C], enter [N, B, H, C])."""
 
     def kernel(ones_s, parts_s, log_decay_s, beta_s):
+        """Returns the weights of one chunk."""
         between_CC = _between(log_decay_s, ones_s, parts_s)
         first_C = jnp.sum(jnp.where(_token(1) == 0, between_CC, 0.0), axis=1)
         return _decay(between_CC) * _per_column(beta_s), jnp.exp(log_decay_s[0] + first_C)
@@ -83,6 +84,7 @@ def _weights_backward(saved, cotangents):
     """Returns the cotangents of log_decay and beta, [N, B, H, C] each."""
 
     def kernel(ones_s, parts_s, log_decay_s, beta_s, enter_s, dintra_s, denter_s):
+        """Returns the cotangents of the gates of one chunk."""
         decay_CC = _decay(_between(log_decay_s, ones_s, parts_s))
         plgpu.commit_smem()  # all warps have finished the product that read parts_s
         tiles.store_parts(tiles.split_parts(tiles.tile(dintra_s) * decay_CC, PARTS, HALF), parts_s)

@@ -37,6 +37,7 @@ def _compute_weights(log_decay_NBH1C, beta_NBH1C):
     """Returns (intra [N, B, H, C, C], enter [N, B, H, 1, C])."""
 
     def kernel(log_decay, beta, intra, enter):
+        """Computes the weights of one chunk for a group of heads."""
         for head in range(log_decay.shape[0]):
             decay_CC, enter[head] = _decays(log_decay[head])
             intra[head] = decay_CC * beta[head]
@@ -53,6 +54,7 @@ def _weights_backward(inputs, cotangents):
     """Returns the cotangents of log_decay and beta, [N, B, H, 1, C] each."""
 
     def kernel(log_decay, beta, dintra, denter, dlog_decay, dbeta):
+        """Computes the cotangents of the gates of one chunk for a group of heads."""
         until, after = _order()
         for head in range(log_decay.shape[0]):
             decay_CC, enter_1C = _decays(log_decay[head])

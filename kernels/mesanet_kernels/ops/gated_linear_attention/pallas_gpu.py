@@ -27,7 +27,7 @@ def gated_linear_attention_pallas_gpu(chunk, *inputs):
 
 
 def unsupported_reason(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay, *_):
-    """Why the kernels cannot run this call; empty if they can."""
+    """Returns why this call is not supported, as the end of a sentence; empty if it is."""
     if log_decay.ndim == 4:
         return "needs one decay per head, not one per key channel"
     if any(x.dtype != jnp.bfloat16 for x in (q_BTHK, k_BTHK, v_BTHV)):

@@ -30,7 +30,7 @@ def gated_linear_attention_pallas_tpu(chunk, *inputs):
 
 
 def unsupported_reason(chunk, q_BTHK, k_BTHK, v_BTHV, log_decay, *_):
-    """Why the kernels cannot run this call; empty if they can."""
+    """Returns why this call is not supported, as the end of a sentence; empty if it is."""
     arrays = q_BTHK, k_BTHK, v_BTHV
     reasons = {
         "needs one decay per head, not one per key channel": log_decay.ndim == 4,

@@ -48,6 +48,7 @@ def _mesa(solve: Callable, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_
 
 
 def _forward(solve, options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, lam_HK, state, segment_ids_BT):
+    """Returns the results of `_mesa`, and what the backward pass needs."""
     length, dtype = q_BTHK.shape[1], accumulation_dtype(q_BTHK, k_BTHK, v_BTHV)
     chunked, final_state = _prepare(
         options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, lam_HK=lam_HK
@@ -87,6 +88,7 @@ def _backward(solve, options, saved, cotangents):
     solution_NBHCK = chunks.to_chunks(solution_BTHK, options.chunk)
 
     def readouts(k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state):
+        """Returns what depends on these arguments at fixed q*: (G q*, H q*, final state), and the states."""
         chunked, final_state = _prepare(
             options, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, state, segment_ids_BT, lam_HK=lam_HK
         )

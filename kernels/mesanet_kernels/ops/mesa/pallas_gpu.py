@@ -46,7 +46,7 @@ def mesa_pallas_gpu(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, la
 
 
 def unsupported_reason(options, q_BTHK, k_BTHK, v_BTHV, *_):
-    """Why the kernels cannot run this call; empty if they can."""
+    """Returns why this call is not supported, as the end of a sentence; empty if it is."""
     if options.solver != "cg":
         return f"has no solver {options.solver!r}"
     if any(x.dtype != jnp.bfloat16 for x in (q_BTHK, k_BTHK, v_BTHV)):

@@ -43,7 +43,7 @@ def mesa_pallas_tpu(options, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, beta_BTH, la
 
 
 def unsupported_reason(options, q_BTHK, k_BTHK, v_BTHV, *_):
-    """Why the kernels cannot run this call; empty if they can."""
+    """Returns why this call is not supported, as the end of a sentence; empty if it is."""
     arrays = q_BTHK, k_BTHK, v_BTHV
     reasons = {
         f"has no solver {options.solver!r}": options.solver != "cg",

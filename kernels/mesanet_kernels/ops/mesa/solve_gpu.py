@@ -222,7 +222,10 @@ class Operator(NamedTuple):
 
     def _of_state(self, p, j):
         """Returns the factors of block j of the product of p_t with the state that enters the chunk."""
-        block = lambda part, i: part[i, j] if i <= j else part[j, i].transpose((1, 0))
+
+        def block(part, i):
+            return part[i, j] if i <= j else part[j, i].transpose((1, 0))
+
         return [(p_CD, block(part, i)) for part in self.parts_s for i, p_CD in enumerate(p)]
 
 
@@ -263,6 +266,7 @@ def iterate(operator: Operator, unit_rows, x, x_s, *, max_iters, tol):
     stop_C = max(tol, ROUNDING) * size_C
 
     def advance(state):
+        """Runs one iteration; the state is (its number, residual, direction, norm of the residual, iterations)."""
         iteration, residual, direction, size_C, iterations_C = state
         active_C = size_C > stop_C
         images = image(direction)
@@ -282,7 +286,11 @@ def iterate(operator: Operator, unit_rows, x, x_s, *, max_iters, tol):
 
     none_C = plgpu.layout_cast(jnp.zeros(size_C.shape, jnp.int32), ROWS.reduce(1))
     state = (jnp.int32(0), residual, [r.astype(HALF) for r in residual], size_C, none_C)
-    unfinished = lambda state: (state[0] < max_iters) & (jnp.max(state[3] - stop_C) > 0)
+
+    def unfinished(state):
+        iteration, _, _, size_C, _ = state
+        return (iteration < max_iters) & (jnp.max(size_C - stop_C) > 0)
+
     *_, iterations_C = lax.while_loop(unfinished, advance, state)
     return iterations_C
 

@@ -181,6 +181,7 @@ def normalize(rhs_RK: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _squared_norm(x_RK):
+    """Returns the squared norm of every row."""
     return jnp.sum(x_RK * x_RK, axis=-1)
 
 

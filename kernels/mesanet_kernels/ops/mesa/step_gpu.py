@@ -75,7 +75,7 @@ _step.defvjp(_forward, _backward)
 
 
 def unsupported_reason(options, q_BHK, k_BHK, v_BHV, log_decay_BH, beta_BH, lam_HK, *state):
-    """Why the kernel cannot run this call; empty if it can."""
+    """Returns why this call is not supported, as the end of a sentence; empty if it is."""
     if options.solver != "cg":
         return f"has no solver {options.solver!r}"
     if any(x.dtype != jnp.float32 for x in state):
@@ -136,6 +136,7 @@ def _kernel(q_RK, k_RK, v_RV, added_RK, decay_RK, lam_HK, h_kk_RKK, h_kv_RKV, *,
         stop = max(tol, ROUNDING) ** 2 * delta
 
         def advance(state):
+            """Runs one iteration; the state is (its number, x, residual, direction, squared norm of the residual)."""
             iteration, x_K, residual_K, direction_K, delta = state
             image_K = image(direction_K)
             length = divide_positive(delta, jnp.sum(direction_K * image_K), True)
