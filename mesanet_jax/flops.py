@@ -37,7 +37,7 @@ def solves(forward: float) -> Flops:
 
 
 def mean_context(seq_len: int, window: int | None) -> float:
-    """Returns how many tokens a token of a row sees on average in causal attention, itself included."""
+    """Returns the mean number of visible tokens in causal attention: for each token, itself and those before it."""
     most = min(window or seq_len, seq_len)
     return most - most * (most - 1) / (2 * seq_len)
 

@@ -16,6 +16,7 @@ if the batch has one row.
 
 import argparse
 import datetime
+import importlib.metadata
 import json
 import statistics
 import time
@@ -23,7 +24,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 import peer_fla
 import work
@@ -270,7 +270,7 @@ def environment() -> dict[str, str]:
     return dict(
         device=jax.devices()[0].device_kind,
         jax=jax.__version__,
-        jaxlib=jaxlib.__version__,
+        jaxlib=importlib.metadata.version("jaxlib"),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 

@@ -20,7 +20,7 @@ class AttentionLayer:
         """Nothing to check: heads and the window are fields of the model."""
 
     def window(self, model: Config) -> int | None:
-        """How many tokens a token sees, itself included; None for all before it."""
+        """The number of visible tokens, the current one included; None for all of them."""
         return model.window if self.sliding else None
 
 
@@ -86,7 +86,7 @@ def period(model: Config, *patterns: tuple[str, ...]) -> int:
 
 
 def windows(model: Config, pattern: tuple[str, ...], length: int) -> tuple[int | None, ...]:
-    """How many tokens a token sees in each of the first `length` blocks; None for all before it."""
+    """The number of visible tokens in each of the first `length` blocks; None for all of them."""
     return tuple(LAYERS[pattern[block % len(pattern)]].window(model) for block in range(length))
 
 

@@ -57,7 +57,7 @@ class Program:
 
 
 def accumulation(config: Config, mesh: jax.sharding.Mesh) -> int:
-    """Returns into how many parts a batch is split, so that a device holds at most `train.rows_per_device` rows.
+    """Returns the number of parts into which each batch is split. A device holds at most `train.rows_per_device` rows.
 
     Raises:
       UserError: the mesh does not divide the batch.

@@ -124,7 +124,7 @@ def memory() -> dict[str, float]:
 
 
 def report(out: pathlib.Path, specs: list[str], lengths: list[int], kinds: list[str]) -> None:
-    """Writes efficiency.md and efficiency.png from the newest measurements."""
+    """Writes the table and the plot, `efficiency.{md,png}`, from the newest measurements."""
     measured = records.read(out / "efficiency.jsonl")
     found = {(record["config"], record["length"], record["kind"]): record for record in measured}
     rows = []

@@ -122,7 +122,7 @@ def measure(config: Config, args: argparse.Namespace) -> Record:
 
 
 def report(out: pathlib.Path, found: list[Record]) -> None:
-    """Writes scaling.md and scaling.png. Efficiency: tokens/s per device, relative to one device alone."""
+    """Writes `scaling.{md,png}`. Efficiency: tokens/s per device, relative to one device alone."""
     alone = {record["config"]: record for record in found if record["mesh"] == ALONE}
     rows, bars = [], {}
     for record in found:
