@@ -247,13 +247,17 @@ def load(spec: str, overrides: dict[str, str]) -> Config:
       UserError: something is misspelt, has the wrong type or is impossible. This initialises no device.
     """
     config = schema_lib.load_file(spec)
-    if not isinstance(config, ml_collections.ConfigDict) or "model" not in config:
+    if not _has_model(config):
         raise UserError(f"--config={spec}: its get_config returns no training config; see configs/mesanet.py")
     if "model.pattern" in overrides:  # first, because the pattern decides which fields there are
         _add_mixers(config, overrides["model.pattern"])
     cli.apply_overrides(config, schema(config.model.kind, config.model.pattern), overrides)
     validate(config)
     return config
+
+
+def _has_model(config: object) -> bool:
+    return isinstance(config, ml_collections.ConfigDict) and "model" in config
 
 
 def from_saved(saved: dict, overrides: dict[str, str], *, origin: str) -> Config:

@@ -9,7 +9,7 @@ solve counts all of its iterations, once in the forward and once in the backward
 import dataclasses
 from collections.abc import Sequence
 
-import jax
+from mesanet_jax.mesh import Device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +59,12 @@ PEAK_TFLOPS = {
 }
 
 
-def peak_flops(device: jax.Device) -> float | None:
+def peak_flops(device: Device) -> float | None:
     """Returns a device's peak in dense bfloat16, in FLOP/s; None if the chip is not in the table."""
     return next((1e12 * peak for kind, peak in PEAK_TFLOPS.items() if device.device_kind.startswith(kind)), None)
 
 
-def mfu(tokens_per_second: float, *, flops_per_token: float, devices: Sequence[jax.Device]) -> float | None:
+def mfu(tokens_per_second: float, *, flops_per_token: float, devices: Sequence[Device]) -> float | None:
     """Returns the share of the devices' joint peak that `tokens_per_second` needs; None if the peak is not known.
 
     Args:

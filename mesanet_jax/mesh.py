@@ -8,7 +8,7 @@ and the batch.
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
@@ -18,6 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 from mesanet_jax.errors import UserError
 from mesanet_kernels import mesh_axes
+
+if TYPE_CHECKING:
+    Device = Any  # jaxlib has no type stubs
+else:
+    Device = jax.Device
 
 Batch = Mapping[str, np.ndarray]
 
@@ -47,7 +52,7 @@ def use_mesh(mesh: jax.sharding.Mesh) -> Iterator[None]:
         yield
 
 
-def make_mesh(sizes: Sequence[int], devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(sizes: Sequence[int], devices: Sequence[Device] | None = None) -> jax.sharding.Mesh:
     """Makes a mesh of the given devices.
 
     If the devices belong to several slices, the data axis is split over the slices first, so that only gradients cross
@@ -174,7 +179,7 @@ def local_rows(mesh: jax.sharding.Mesh, batch_size: int) -> list[int]:
     then reads the whole rows.
     """
     rows = NamedSharding(mesh, P(RULES["batch"]))
-    held = rows.addressable_devices_indices_map((batch_size,)).values()
+    held = cast(Any, rows.addressable_devices_indices_map((batch_size,)).values())
     return sorted({row for (rows,) in held for row in range(*rows.indices(batch_size))})
 
 
@@ -190,7 +195,7 @@ def place_batch(batch: Batch, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
     position = {row: index for index, row in enumerate(local_rows(mesh, size))}
 
     def place(rows: np.ndarray) -> jax.Array:
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:  # a tuple of slices; jax's type also allows None
             start, stop, _ = index[0].indices(size)
             return rows[position[start] : position[start] + stop - start, index[1]]
 

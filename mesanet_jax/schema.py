@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import ml_collections
+from ml_collections import config_dict
 
 from mesanet_jax.errors import UserError
 
@@ -59,6 +60,8 @@ class Field:
 Schema = Mapping[str, "Field | Schema"]
 
 if TYPE_CHECKING:
+    from etils import epath
+
     # The fields of a config are declared by a `Schema` at run time, so a type checker cannot know them.
     Config = Any
 else:
@@ -67,7 +70,7 @@ else:
 _WIDTH = 100  # columns of help texts
 
 
-def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping | ml_collections.ConfigDict, prefix: str = "") -> dict[str, Any]:
     """Flattens a schema, a config or a nested dict: {'a': {'b': 1}} -> {'a.b': 1}."""
     flat = {}
     for key, value in tree.items():
@@ -91,7 +94,7 @@ def build(schema: Schema) -> Config:
 def _initial(field: Field) -> Any:
     if not field.optional:
         return field.default
-    reference = ml_collections.config_dict.placeholder(field.type)
+    reference = config_dict.placeholder(field.type)
     if field.default is not None:
         reference.set(field.default)
     return reference
@@ -266,7 +269,7 @@ def to_json(config: Config) -> str:
     return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: "epath.Path | pathlib.Path") -> dict[str, Any]:
     """Reads a saved config as {path: value}; lists become tuples again."""
     flat = flatten(json.loads(path.read_text()))
     return {key: tuple(value) if isinstance(value, list) else value for key, value in flat.items()}

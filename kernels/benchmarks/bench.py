@@ -23,6 +23,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import peer_fla
 import work
@@ -157,10 +158,12 @@ def time_ours(function, inputs, cotangent, repeats):
     """Returns times and scratch memory, and the results of forward and backward as numpy arrays."""
     forward = jax.jit(function).lower(inputs).compile()
     backward = jax.jit(with_gradients(function)).lower(inputs, cotangent).compile()
+    memory = backward.memory_analysis()
+    assert memory is not None  # every backend used here reports it
     row = dict(
         forward_ms=median_ms(partial(forward, inputs), repeats),
         forward_backward_ms=median_ms(partial(backward, inputs, cotangent), repeats),
-        scratch_mib=backward.memory_analysis().temp_size_in_bytes / 2**20,
+        scratch_mib=memory.temp_size_in_bytes / 2**20,
     )
     return row, jax.device_get(backward(inputs, cotangent))
 
@@ -267,7 +270,7 @@ def environment() -> dict[str, str]:
     return dict(
         device=jax.devices()[0].device_kind,
         jax=jax.__version__,
-        jaxlib=jax.lib.__version__,
+        jaxlib=jaxlib.__version__,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 

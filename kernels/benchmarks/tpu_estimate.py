@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
+from typing import Any
 
 # Multiply-adds per cycle of a device: v5e has four units of 128 x 128, v5p two cores with four each, v6e two of 256 x
 # 256.
@@ -71,7 +72,7 @@ def compile_kernel(chip: str, kernel: str) -> None:
     function, shapes = call(kernel)
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
     compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
-    print(*re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", compiled.as_text()))
+    print(*re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", compiled.as_text() or ""))
 
 
 def call(kernel: str):
@@ -86,10 +87,11 @@ def call(kernel: str):
     from mesanet_kernels.linear_recurrence.tpu.states import states_tpu
     from mesanet_kernels.ops.linear_scan import pallas_tpu as linear_scan
 
-    def half(*shape):
+    # Shapes and dtypes stand for the arrays here.
+    def half(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
-    def wide(*shape):
+    def wide(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     count = SYSTEMS // HEADS

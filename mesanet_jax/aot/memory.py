@@ -26,6 +26,7 @@ def measure(build: Build) -> dict[str, int]:
             return known | {"temporaries and program": build.shortage["total"] - sum(known.values())}
         return known | build.shortage
     counted = build.executable.memory_analysis()
+    assert counted is not None
     return known | {
         "padding of these": counted.argument_size_in_bytes - sum(known.values()),
         "temporaries": counted.temp_size_in_bytes,

@@ -43,10 +43,11 @@ def record(build: Build, price: Price | None) -> Facts:
 
 
 def _compiled(build: Build, compiled: jax.stages.Compiled, price: Price | None) -> Facts:
-    module = hlo.parse(compiled.as_text() or "")
+    module, costs = hlo.parse(compiled.as_text() or ""), compiled.cost_analysis()
+    assert costs is not None
     return {
         "matmul_flops": matmuls.flops(module),
-        "xla_flops_loops_once": compiled.cost_analysis()["flops"],
+        "xla_flops_loops_once": costs["flops"],
         "unknown_loops": hlo.unknown_loops(module),
         "collectives": {each.kind: {"count": each.count, "bytes": each.bytes} for each in collectives.measure(module)},
         "estimate": _estimated(build, module, price),

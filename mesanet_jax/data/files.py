@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, cast
 
 import fsspec
-from fsspec.core import url_to_fs
+from fsspec.core import OpenFile, url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from mesanet_jax import atomic
@@ -35,7 +35,7 @@ def open_binary(name: str) -> BinaryIO:
     """Opens a file for reading bytes; `embedded:NAME` is a file that is part of the package."""
     if name.startswith(EMBEDDED):
         return (_EMBEDDED_DIR / name.removeprefix(EMBEDDED)).open("rb")
-    return fsspec.open(name, "rb").open()
+    return cast(OpenFile, fsspec.open(name, "rb")).open()
 
 
 def read(name: str, *, field: str) -> bytes:
@@ -102,7 +102,7 @@ def _listed(pattern: str) -> list[Source]:
         if fs.isdir(path):
             example = f"{pattern.rstrip('/')}/**/*.parquet"
             raise UserError(f"{pattern}: is a directory; name the files in it, for example {example}")
-        infos = fs.glob(path, detail=True).values()
+        infos = cast(dict, fs.glob(path, detail=True)).values()
     except UserError:
         raise
     except Exception as error:  # the drivers raise many types: no network, no permission, no bucket
@@ -148,7 +148,7 @@ class Directory:
     def read(self, name: str) -> bytes | None:
         """Returns the content of a file, or None if it does not exist."""
         try:
-            return self.fs.cat_file(self.join(name))
+            return cast(bytes, self.fs.cat_file(self.join(name)))
         except FileNotFoundError:
             return None
 

@@ -6,6 +6,7 @@ Grain shuffles and prefetches. It imports jax, so processes that prepare data ne
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import grain
 import numpy as np
@@ -57,7 +58,7 @@ class Batches:
         # Grain shuffles epoch e of seed s as it shuffles epoch 0 of seed s + e. Hashing the seed keeps the epochs of
         # neighbouring seeds unrelated.
         hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        self._order = grain.MapDataset.range(len(rows)).shuffle(seed=hashed).repeat(None)
+        self._order: Any = grain.MapDataset.range(len(rows)).shuffle(seed=hashed).repeat(None)
 
     def __len__(self) -> int:
         return self._steps
@@ -73,7 +74,7 @@ class Batches:
 
     def iterate(self, from_step: int = 0) -> Iterator[Batch]:
         """Iterates over the batches from_step, from_step + 1, ..., steps - 1; threads read ahead."""
-        steps = grain.MapDataset.source(self)[from_step:]
+        steps = grain.MapDataset.source(self)[from_step:]  # pyright: ignore[reportArgumentType]
         options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_PREFETCHED_BATCHES)
         return iter(steps.to_iter_dataset(options))
 

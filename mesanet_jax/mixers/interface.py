@@ -3,7 +3,7 @@
 B batch, T time, D model width.
 """
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
@@ -18,7 +18,7 @@ class Mixer(Protocol):
     A mixer that has statistics to report also has `with_stats(x_BTD, segment_ids_BT) -> (y_BTD, {name: array})`.
     """
 
-    FIELDS: ClassVar[dict[str, Field]]  # its options: the section of the model's config under the mixer's name
+    FIELDS: dict[str, Field]  # its options: the section of the model's config under the mixer's name
 
     @classmethod
     def check(cls, model: Config) -> None:

@@ -4,7 +4,7 @@ B batch, T time, V the true vocabulary (without the rows that only pad its table
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
@@ -24,8 +24,8 @@ class Decoder(Protocol):
     module: decoding states are arguments and results.
     """
 
-    MIXERS: ClassVar[Mapping[str, Any]]  # what `model.pattern` may list, each with `FIELDS` and `check(model)`
-    FIELDS: ClassVar[Mapping[str, Field]]  # the fields of `config.model` for this kind of model
+    MIXERS: dict[str, Any]  # what `model.pattern` may list, each with `FIELDS` and `check(model)`
+    FIELDS: dict[str, Field]  # the fields of `config.model` for this kind of model
 
     def __init__(self, model: Config, *, rngs: nnx.Rngs) -> None:
         """Creates the float32 parameters for a checked `config.model`."""

@@ -101,7 +101,7 @@ class NanochatBackbone(nnx.Module):
             x_BTD, middle_BTD = carry
             after = []
             for index, (block, window) in enumerate(zip(group.blocks, through.windows)):
-                scales = LayerScales(*(s if s is None else s[index] for s in scales_P))
+                scales = LayerScales._make(s if s is None else s[index] for s in scales_P)
                 x_BTD = mix(scales, x_BTD, x0_BTD, context.memory_BTD)
                 x_BTD, cache = block(x_BTD, context, caches and caches[index], window)
                 after.append(cache)

@@ -182,5 +182,5 @@ def _deepnorm_factors(model: Config) -> dict[str, float]:
 def _scale_kernels(block: nnx.Module, factors: dict[str, float]) -> None:
     """Multiplies the initial kernel of each `Linear` whose name is in `factors`."""
     for path, module in nnx.iter_graph(block):
-        if isinstance(module, Linear) and path[-1] in factors:
-            module.kernel[...] *= factors[path[-1]]
+        if isinstance(module, Linear) and (name := str(path[-1])) in factors:
+            module.kernel[...] *= factors[name]

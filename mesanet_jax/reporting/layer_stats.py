@@ -3,6 +3,7 @@
 `Model.layer_stats` computes them for each layer, and for each head where the layer has heads. L: layers, H: heads.
 """
 
+import pathlib
 import re
 from collections.abc import Mapping
 
@@ -36,7 +37,7 @@ def _named(layer: str, values: np.ndarray) -> dict[str, float]:
     return {f"{layer}/head_{head}": float(value) for head, value in enumerate(values)}
 
 
-def newest(metrics: epath.Path) -> dict[str, float]:
+def newest(metrics: epath.Path | pathlib.Path) -> dict[str, float]:
     """Returns the newest record of a `metrics.jsonl` that holds layer statistics, or {} if none does."""
     return next((record for record in reversed(read_json_lines(metrics)) if _has_stats(record)), {})
 

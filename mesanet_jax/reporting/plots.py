@@ -1,6 +1,7 @@
 """The plots of runs, as PNG files: training curves, loss by position, and values by layer."""
 
 import itertools
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ COLOURS = ("#3b6fb6", "#d9782d", "#2e8b57", "#b5373c", "#7d55a8", "#444444")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 # Metrics of models with a memory: a term of their objective, and the gap between two ways to compute the loss.
 TERMS = {"consistency": "consistency loss", "validation_gap_lifted": "lifted - deployed loss\n(nats / token)"}
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -49,7 +50,7 @@ def save(figure, png: epath.PathLike) -> None:
     pyplot().close(figure)
 
 
-def plot_training(metrics: epath.Path, png: epath.Path, *, title: str) -> None:
+def plot_training(metrics: epath.Path | pathlib.Path, png: epath.Path, *, title: str) -> None:
     """Draws the training loss, the validation loss and the learning rate of a `metrics.jsonl`."""
     plt, records = pyplot(), read_json_lines(metrics)
     with plt.rc_context(STYLE):
@@ -144,7 +145,7 @@ def plot_layers(curves: Mapping[str, Mapping[int, float]], png: epath.Path, *, y
             axes.plot(*zip(*sorted(by_layer.items())), marker="o", markersize=4, linewidth=1.4, label=label, **look)
         highest = max(max(by_layer.values()) for by_layer in curves.values())
         axes.set(title=title, xlabel="layer", ylabel=ylabel, ylim=(0, 1.08 * highest or None))
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(integer=True)  # pyright: ignore[reportCallIssue]
         _legend_beside(axes)
         save(figure, png)
 

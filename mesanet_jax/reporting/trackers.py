@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import jax
+from etils import epath
 from tqdm import tqdm
 
 from mesanet_jax.atomic import write_atomically
@@ -94,7 +95,7 @@ def _truncate(path: pathlib.Path, from_step: int) -> None:
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
-def read_json_lines(path: pathlib.Path) -> list[dict]:
+def read_json_lines(path: epath.Path | pathlib.Path) -> list[dict]:
     """Returns the records of a `metrics.jsonl`, without a last line that a crash cut off.
 
     Raises:

@@ -63,15 +63,22 @@ def is_chief() -> bool:
     return global_state.process_id == 0
 
 
+def _store():
+    """Returns the key-value store of the group that this process has joined."""
+    if global_state.client is None:
+        raise RuntimeError("jax.distributed is not initialized")
+    return global_state.client
+
+
 def publish(key: str, value: str) -> None:
     """Publishes a value from the chief to the other processes; a key can be used once."""
     if jax.distributed.is_initialized():
-        global_state.client.key_value_set(f"mesanet_jax/{key}", value)
+        _store().key_value_set(f"mesanet_jax/{key}", value)
 
 
 def await_value(key: str) -> str:
     """Waits for the value that the chief publishes under `key`, and returns it."""
-    return global_state.client.blocking_key_value_get(f"mesanet_jax/{key}", _FOREVER)
+    return _store().blocking_key_value_get(f"mesanet_jax/{key}", _FOREVER)
 
 
 @contextlib.contextmanager
@@ -153,7 +160,7 @@ def end(status: int, text: str) -> NoReturn:
     if jax.distributed.is_initialized():
         words = {"status": status, "text": f"process {global_state.process_id}: {text}"}
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first, or process 0 is gone
-            global_state.client.key_value_set(_ENDING, json.dumps(words))
+            _store().key_value_set(_ENDING, json.dumps(words))
         time.sleep(2 * _LINGER)  # meanwhile `_follow` ends this process, unless process 0 is gone
     _leave(status, text)
 
@@ -161,7 +168,7 @@ def end(status: int, text: str) -> NoReturn:
 def _follow() -> None:
     """Waits until any process, including this one, publishes its end, and ends this process in the same way."""
     try:
-        words = json.loads(global_state.client.blocking_key_value_get(_ENDING, _FOREVER))
+        words = json.loads(_store().blocking_key_value_get(_ENDING, _FOREVER))
     except jax.errors.JaxRuntimeError:
         return  # the run ended normally; or process 0 is gone, and jax.distributed aborts this process
     if words["status"] == STUCK:  # the stacks of all processes show which process the others wait for

@@ -180,7 +180,7 @@ def scale_by_muon(options: Config, *, momentum: optax.Schedule, axes: Any) -> op
         means = jax.tree.map(lambda mean, x: _lerp(mean, _mean_square(x), 1 - decay), state.second_moment, directions)
         return jax.tree.map(_normalized, directions, means), MuonState(buffers, means)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def add_decayed_weights(weight_decay: optax.Schedule, *, cautious: bool) -> optax.GradientTransformationExtraArgs:
@@ -195,7 +195,7 @@ def add_decayed_weights(weight_decay: optax.Schedule, *, cautious: bool) -> opta
 
         return jax.tree.map(add, directions, params), state
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 
 
 def scale_by_shape() -> optax.GradientTransformation:

@@ -108,9 +108,9 @@ def _scale_by_rate(rate: optax.Schedule) -> optax.GradientTransformationExtraArg
     """Turns directions into updates: multiplies them by -rate(step)."""
 
     def update(directions, state, params=None, *, step, **_):
-        return optax.tree.scale(-rate(step), directions), state
+        return optax.tree.scale(-rate(step), directions), state  # pyright: ignore[reportOperatorIssue]
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 
 
 def decayed(params: Any, no_decay: tuple[str, ...]) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from mesanet_jax import flops
+from mesanet_jax.mesh import Device
 
 
 class Throughput:
@@ -19,7 +20,7 @@ class Throughput:
       devices: all devices of the run.
     """
 
-    def __init__(self, tokens_per_step: int, *, flops_per_token: float, devices: Sequence[jax.Device]):
+    def __init__(self, tokens_per_step: int, *, flops_per_token: float, devices: Sequence[Device]):
         self._tokens, self._flops, self._devices = tokens_per_step, flops_per_token, list(devices)
         self._window: tuple[int, float] | None = None  # the step and the time at which the open window began
 

@@ -7,7 +7,7 @@ the first device it also draws RUN/profile/kernels.png.
 
 import collections
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     draw(args.profile / "kernels.png", *next(iter(devices.items())))
 
 
-def by_device(trace: jax.profiler.ProfileData) -> dict[str, list[Kernel]]:
+def by_device(trace: Any) -> dict[str, list[Kernel]]:
     """Returns the kernels that each device of a `jax.profiler.ProfileData` executed, the longest total time first."""
     found = {}
     for plane in trace.planes:

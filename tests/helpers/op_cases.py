@@ -1,4 +1,4 @@
-"""The ops under test behind one signature, and what every test of them needs: gradients, float64, errors."""
+"""The ops under test with one common signature, and helpers to compute their gradients and errors."""
 
 from functools import partial
 from pathlib import Path
@@ -62,11 +62,11 @@ RECURRENT = {
 }
 OVER_DOCUMENTS = RECURRENT | {"attention": attention}
 ALL = OVER_DOCUMENTS | {"softmax_cross_entropy": softmax_cross_entropy}
-LIMITS = {"mesa": 1e-4}  # relative error in float32, kernel-api.md; every other op: 1e-5
+LIMITS = {"mesa": 1e-4}  # the largest relative error in float32; 1e-5 for every other op
 
 
 def random_state(op, sizes, *, seed=1):
-    """An initial state of a recurrent op; Mesa's is a sum of outer products, as it must be."""
+    """Returns a random initial state of a recurrent op; for Mesa, h_kk is a sum of outer products, as it must be."""
     rng = np.random.default_rng(seed)
     if op == "causal_conv1d":
         return rng.standard_normal((sizes["B"], sizes["W"] - 1, sizes["D"])).astype(np.float32)
@@ -85,22 +85,23 @@ def random_state(op, sizes, *, seed=1):
 
 
 def documents(sizes, *boundaries):
-    """segment_ids [B, T] with a new document at each of `boundaries`, one token later in every further row."""
+    """Returns segment_ids [B, T] with a new document at each of `boundaries`, shifted by one more token in each row."""
     time = np.arange(sizes["T"])
     rows = [sum((time >= b + row) for b in boundaries) for row in range(sizes["B"])]
     return np.array(rows, np.int32).reshape(sizes["B"], sizes["T"])
 
 
 def evaluator(function, *, dtype=None):
-    """A compiled `run(inputs, state=None, cotangents=None)` of `function` and its gradients.
+    """Returns a compiled `run(inputs, state=None, cotangents=None)` that computes `function` and its gradients.
 
     Args:
-      function: `function(inputs, state=...)` -> a tree of outputs; `state` is left out where it is None.
-      dtype: float64 casts inputs and computes in it; bfloat16 casts all inputs but the gates; None leaves them.
+      function: takes (inputs, state=...) and returns a tree of outputs; `state` is left out if it is None.
+      dtype: float64 casts the inputs and computes in float64; bfloat16 casts all inputs except those in `shapes.WIDE`;
+        None leaves them unchanged.
 
     Returns:
-      run, which gives (outputs, (gradients of the floating inputs, gradient of the state)) as numpy arrays.
-      Its cotangents are a list in the order of the outputs' arrays; None draws them at random.
+      `run`. It returns (outputs, (gradients of the floating inputs, gradient of the state)) as numpy arrays. Its
+      argument `cotangents` is a list with one array for each output array; by default they are random.
     """
     wide = dtype == jnp.float64
 
@@ -127,12 +128,12 @@ def evaluator(function, *, dtype=None):
 
 
 def evaluate(function, inputs, *, dtype=None, **options):
-    """`evaluator(function)(inputs)`, for a single use."""
+    """Computes `function` and its gradients once; see `evaluator`."""
     return evaluator(function, dtype=dtype)(inputs, **options)
 
 
 def cast_floating(inputs, dtype):
-    """The floating inputs only, as jax arrays of `dtype`; those in `shapes.WIDE` never become bfloat16."""
+    """Returns only the floating inputs, as jax arrays of `dtype`; those in `shapes.WIDE` never become bfloat16."""
     kept = shapes.WIDE if dtype == jnp.bfloat16 else ()
     return {
         name: jnp.asarray(x, None if name in kept else dtype)
@@ -147,12 +148,12 @@ def random_cotangents(flat, *, seed=3):
 
 
 def rounded(inputs):
-    """The inputs `cast` to bfloat16 and back: what a float64 reference must be given to judge a bfloat16 run."""
+    """Returns the inputs cast to bfloat16 and back, for the float64 reference of a run in bfloat16."""
     return inputs | {name: np.asarray(x, np.float32) for name, x in cast_floating(inputs, jnp.bfloat16).items()}
 
 
 def relative_errors(got, wanted):
-    """Relative L2 error of every array of a tree, keyed by its path."""
+    """Returns the relative L2 error of each array of a tree, by its path."""
     return {
         jax.tree_util.keystr(path): float(np.linalg.norm(np.asarray(a, np.float64) - b) / (np.linalg.norm(b) or 1))
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
@@ -160,7 +161,11 @@ def relative_errors(got, wanted):
 
 
 def against_float64(op, implementation, sizes, *boundaries):
-    """A kernel in bfloat16 and the definition, with documents and an initial state: outputs, then gradients."""
+    """Runs an implementation in bfloat16 and the reference in float64, with documents and an initial state.
+
+    Returns:
+      (results of the implementation, results of the reference), each as `evaluator` returns them.
+    """
     inputs, state = rounded(shapes.example(op.__name__, sizes)), random_state(op.__name__, sizes)
     run = lambda x, state, name: op(x, segment_ids=documents(sizes, *boundaries), state=state, implementation=name)
     wanted = evaluate(partial(run, name="reference"), inputs, state=state, dtype=jnp.float64)
@@ -168,14 +173,14 @@ def against_float64(op, implementation, sizes, *boundaries):
 
 
 def assert_close(got, wanted, *, limit):
-    """Outputs within `limit`, gradients within twice that (kernel-api.md, Accuracy)."""
+    """Asserts that the relative errors of outputs are below `limit` and those of gradients below twice that."""
     for part, part_limit in zip((0, 1), (limit, 2 * limit)):
         errors = relative_errors(got[part], wanted[part])
         assert max(errors.values()) < part_limit, (("outputs", "gradients")[part], errors)
 
 
 def while_loops(program):
-    """How many there are anywhere in a jaxpr, in what is read or writes to memory."""
+    """Counts the while loops of a jaxpr, nested ones included, whose results are read or that have side effects."""
     read = {id(x) for eqn in program.eqns for x in eqn.invars} | {id(x) for x in program.outvars}
     count = 0
     for eqn in program.eqns:

@@ -1,4 +1,4 @@
-"""cuDNN attention on a GPU: accuracy, window, and that documents are not ignored (run with `pytest -m gpu`)."""
+"""Attention with cuDNN on a GPU: accuracy, with windows and documents (run with `pytest -m gpu`)."""
 
 from functools import partial
 

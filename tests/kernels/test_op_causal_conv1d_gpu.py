@@ -1,4 +1,4 @@
-"""The convolution as Mosaic GPU kernels: in the GPU interpreter and lowered for CUDA here, and run where there is a GPU."""
+"""The Mosaic GPU kernels of the convolution: in the GPU interpreter, lowered for CUDA, and on a GPU if there is one."""
 
 from functools import partial
 
@@ -17,7 +17,11 @@ from tests.helpers.op_cases import assert_close, documents, evaluate, evaluator,
 
 
 def against_reference(sizes, *, boundaries, dtype, limit, activation="silu"):
-    """Values and gradients beside those of the reference in float64. Returns the kernels' and what runs them."""
+    """Compares outputs and gradients with the reference in float64.
+
+    Returns:
+      (the inputs, the results of the kernels, a function that computes the results for other inputs).
+    """
 
     def run(inputs, state, name):
         ids = documents(sizes, *boundaries)
@@ -36,13 +40,13 @@ def against_reference(sizes, *, boundaries, dtype, limit, activation="silu"):
 @pytest.mark.parametrize(
     "sizes, boundaries, activation",
     [
-        (dict(B=1, T=21, D=200, W=3), (4, 15), None),  # one channel a thread
-        (dict(B=1, T=34, D=384, W=8), (3, 17), "silu"),  # two
+        (dict(B=1, T=21, D=200, W=3), (4, 15), None),  # one channel per thread
+        (dict(B=1, T=34, D=384, W=8), (3, 17), "silu"),  # two channels per thread
         (dict(B=2, T=2, D=128, W=4), (1,), "silu"),  # fewer tokens than taps
     ],
 )
 def test_kernels_are_the_convolution(monkeypatch, sizes, boundaries, activation):
-    """Where the last block of channels is moved back, two programs write the same: not a race that matters."""
+    """The last block of channels overlaps the one before; both write the same values, so this race is harmless."""
     monkeypatch.setattr(pallas_gpu, "BLOCK_TOKENS", 16)
     monkeypatch.setattr(tiles, "unsupported_reason", lambda sizes: "")
     with plgpu.force_gpu_interpret_mode():
@@ -51,8 +55,8 @@ def test_kernels_are_the_convolution(monkeypatch, sizes, boundaries, activation)
 
 @needs_interpreter
 @pytest.mark.parametrize("dtype, limit", [(jnp.float32, 1e-6), (jnp.bfloat16, 5e-3)])
-def test_documents_across_spans_keep_apart(monkeypatch, dtype, limit):
-    """Spans of turns and one with a rest; what one document has no number for, no other document's tokens see."""
+def test_documents_across_blocks_keep_apart(monkeypatch, dtype, limit):
+    """The row has two whole blocks and a rest; NaN in one document does not reach any other document."""
     monkeypatch.setattr(pallas_gpu, "BLOCK_TOKENS", 16)
     sizes, start = dict(B=2, T=41, D=256, W=4), 18
     with interpreted(monkeypatch):
@@ -87,8 +91,8 @@ def test_lowers_for_cuda(monkeypatch, dtype, channels):
     assert lowers(gradients, *inputs)
 
 
-def test_each_device_is_given_its_own_rows_and_channels(monkeypatch):
-    """Forward and backward, by the shapes that the kernels see."""
+def test_each_device_gets_its_own_rows_and_channels(monkeypatch):
+    """The shapes that the kernels get in both passes are those of one device."""
     monkeypatch.setattr(tiles, "unsupported_reason", lambda sizes: "")
     axes = mesh_axes(batch=("data",), heads=("tensor",))
     inputs = arguments(dtype=jnp.bfloat16, B=4, T=130, D=256, W=4)
@@ -98,10 +102,10 @@ def test_each_device_is_given_its_own_rows_and_channels(monkeypatch):
             loss(*arguments(dtype=jnp.bfloat16, B=4, T=130, D=254, W=4))
     assert [x.shape for x in program.out_avals] == [x.shape for x in inputs]
     assert str(program).count("shard_map") == 2
-    assert "f32[2,2,5,128]" in str(program)  # two of four rows, two spans, taps and bias, half of the channels
+    assert "f32[2,2,5,128]" in str(program)  # two of four rows, two blocks, taps and bias, half of the channels
 
 
-def test_says_what_it_lacks():
+def test_error_names_what_is_unsupported():
     def unsupported_reason(**sizes):
         inputs = {name: jnp.asarray(x) for name, x in example("causal_conv1d", sizes).items()}
         with pytest.raises(NotImplementedError) as caught:

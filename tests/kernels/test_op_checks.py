@@ -1,4 +1,4 @@
-"""A wrong call says what is wrong before anything is traced."""
+"""A wrong call raises an error that says what is wrong, before anything is traced."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,7 @@ import mesanet_kernels as mk
 from mesanet_kernels import shapes
 from tests.helpers import op_cases as cases
 
-FUNCTIONS = [op for op in cases.ALL if hasattr(mk, op)]  # a form of one has its messages
+FUNCTIONS = [op for op in cases.ALL if hasattr(mk, op)]  # forms of an op, such as "_vector", raise the same errors
 
 
 @pytest.mark.parametrize("op", FUNCTIONS)
@@ -30,7 +30,7 @@ def test_wrong_dtype_names_the_argument(op):
 
 
 @pytest.mark.parametrize("op", FUNCTIONS)
-def test_unknown_implementation_lists_those_there(op):
+def test_unknown_implementation_lists_the_known_ones(op):
     with pytest.raises(NotImplementedError, match="'nope'.*'reference', 'xla'"):
         cases.ALL[op](shapes.example(op, "tiny"), implementation="nope")
 

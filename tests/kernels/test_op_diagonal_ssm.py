@@ -1,4 +1,4 @@
-"""What is the diagonal state space's own: golden vectors of DSS, its discretisation, slow and fast modes, the FFT."""
+"""Tests that only the diagonal state space model has: golden values, discretisation, slow and fast modes, FFT."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ def test_golden(implementation, dtype, limit):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_impulse_gives_the_kernel(implementation):
-    """The response to 1, 0, 0, ... is the kernel of the published implementation, plus the skip."""
+    """The response to 1, 0, 0, ... is the kernel of the published implementation, plus the skip weight."""
     data = np.load(cases.GOLDEN / "dss_typical.npz")
     inputs = {name: data["in_" + stored] for name, stored in GOLDEN.items()}
     inputs["u"] = np.zeros_like(inputs["u"])
@@ -41,7 +41,7 @@ def test_impulse_gives_the_kernel(implementation):
 
 
 def against_reference(inputs, *, limit=1e-5, state=None, implementation="xla", **options):
-    """Values and gradients of an implementation in float32 beside those of the reference in float64."""
+    """Compares outputs and gradients of an implementation in float32 with the reference in float64."""
     plain = {name: x for name, x in options.items() if name != "chunk_size"}
     got = cases.evaluate(partial(cases.diagonal_ssm, implementation=implementation, **options), inputs, state=state)
     reference = partial(cases.diagonal_ssm, implementation="reference", **plain)
@@ -71,7 +71,7 @@ def test_fft_refuses_documents():
 
 
 def test_gain_is_exact_at_every_scale():
-    """(e^z - 1) / z and its derivative, across the seam of series and quotient, from 1e-17 to 1e17."""
+    """(e^z - 1) / z and its derivative are right for |z| from 1e-17 to 1e17, in the series and in the quotient."""
     with jax.enable_x64(True):
         log_rate, log_frequency = (x.ravel() for x in np.meshgrid(np.linspace(-40, 40, 33), np.linspace(-40, 3, 27)))
         z, gain = discretise.zero_order_hold(log_rate, log_frequency)
@@ -86,7 +86,7 @@ def test_gain_is_exact_at_every_scale():
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_slow_and_fast_modes(implementation):
-    """Modes that never decay or are gone at once, constant or turning by pi a token, in the same row."""
+    """One system has modes that never decay or vanish at once, and that are constant or turn by pi per token."""
     logs = (-1e4, -100.0, -41.0, -10.0, 0.0, 4.0, 100.0, 1e4)
     frequencies = (-1e4, -41.0, -5.0, np.log(np.pi))
     sizes = dict(B=1, T=70, H=3, N=len(logs) * len(frequencies))
@@ -99,7 +99,7 @@ def test_slow_and_fast_modes(implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "fft"])
 def test_a_token_repeated_4096_times(implementation):
-    """Slow modes add up thousands of equal terms."""
+    """The state of a slow mode is the sum of thousands of almost equal terms."""
     sizes = dict(B=1, T=4096, H=2, N=3)
     inputs = shapes.example("diagonal_ssm", sizes)
     inputs["u"][:] = 0.1
@@ -109,7 +109,7 @@ def test_a_token_repeated_4096_times(implementation):
 
 
 def test_documents_over_several_blocks():
-    """Two blocks, whole chunks and a rest; documents that end inside a chunk, on its edge, or last for many chunks."""
+    """A row has two blocks, whole chunks and a rest; documents end inside a chunk, at its edge, or after many."""
     sizes = dict(B=2, T=2 * xla.BLOCK_TOKENS + 70, H=2, N=3)
     documents = cases.documents(sizes, 5, 64, xla.BLOCK_TOKENS, 1000)
     inputs, state = shapes.example("diagonal_ssm", sizes), cases.random_state("diagonal_ssm", sizes)
@@ -118,7 +118,7 @@ def test_documents_over_several_blocks():
 
 
 def test_a_slow_mode_does_not_drift_in_steps():
-    """20k single steps of a mode that remembers 10k tokens: rounding e^Lambda would alone be wrong by 3e-4 here."""
+    """Decodes 20k tokens with a mode that remembers 10k; rounding e^Lambda alone would cause an error of 3e-4."""
     sizes = dict(B=1, T=20_000, H=2, N=2)
     inputs = shapes.example("diagonal_ssm", sizes)
     inputs["log_rate"], inputs["log_frequency"] = np.float32([-9.2, -9.2]), np.float32([-20, -8])
@@ -149,8 +149,8 @@ def test_the_future_changes_no_bit():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "fft"])
-def test_memory_holds_no_state_a_token(implementation):
-    """Scratch of the gradient against the T x H x N complex numbers of all states."""
+def test_memory_holds_no_state_per_token(implementation):
+    """The scratch memory of the gradient is less than a third of that of all states, T x H x N complex numbers."""
     sizes = dict(B=1, T=4096, H=32, N=64)
     inputs = shapes.example("diagonal_ssm", sizes)
     loss = lambda inputs: jnp.sum(mk.diagonal_ssm(**inputs, implementation=implementation)[0])

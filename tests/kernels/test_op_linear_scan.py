@@ -1,4 +1,4 @@
-"""What is the linear scan's own: the RG-LRU's golden vectors, any length, decays of 0 and 1."""
+"""Tests that only the linear scan has: golden values of the RG-LRU, any length, decays of 0 and 1."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ NAMES = ("x", "r_logit", "i_logit", "theta")
 
 @pytest.mark.parametrize("implementation, dtype, limit", [("reference", jnp.float64, 1e-12), ("xla", None, 1e-5)])
 def test_rglru_golden(implementation, dtype, limit):
-    """The equations of Griffin, section 2.4, in float64; the input is not scaled down at a document's start."""
+    """The RG-LRU of Griffin (arXiv 2402.19427, section 2.4); the first input of a document is not scaled down."""
     data = np.load(cases.GOLDEN / "rglru_document_reset_at_70.npz")
     segment_ids = np.tile(np.arange(150) >= 70, (2, 1)).astype(np.int32)
     starts = np.isin(np.arange(150), (0, 70))[:, None]
@@ -34,7 +34,7 @@ def test_rglru_golden(implementation, dtype, limit):
 
 
 def against_reference(inputs, **options):
-    """Values and gradients of "xla" in float32 beside those of the reference in float64."""
+    """Compares outputs and gradients of "xla" in float32 with the reference in float64."""
     got, wanted = (
         cases.evaluate(partial(cases.linear_scan, implementation=implementation), inputs, dtype=dtype, **options)
         for implementation, dtype in (("xla", None), ("reference", jnp.float64))
@@ -57,7 +57,7 @@ def test_decays_of_zero_one_and_below_zero():
 
 
 def test_a_token_repeated_4096_times():
-    """Without decay the state is a running sum of 4096 terms."""
+    """Without decay, the state is the sum of 4096 equal terms."""
     sizes = dict(B=1, T=4096, D=2)
     inputs = dict(x=np.full((1, 4096, 2), 0.1, np.float32), a=np.ones((1, 4096, 2), np.float32))
     (h, final), _ = against_reference(inputs, state=cases.random_state("linear_scan", sizes))

@@ -1,4 +1,4 @@
-"""The linear scan as a Mosaic GPU kernel: in the GPU interpreter and lowered for CUDA here, and run where there is a GPU."""
+"""The Mosaic GPU kernels of the linear scan: in the GPU interpreter, lowered for CUDA, and on a GPU if there is one."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from tests.helpers.op_cases import assert_close, documents, evaluate, evaluator,
 
 
 def against_reference(sizes, *, dtype, limit, boundaries=()):
-    """Values and gradients beside those of the reference in float64, with an initial state, and documents."""
+    """Compares outputs and gradients with the reference in float64, with an initial state and documents."""
     inputs, state = rounded(example("linear_scan", sizes)), random_state("linear_scan", sizes)
     options = dict(segment_ids=documents(sizes, *boundaries)) if boundaries else {}
     wanted = evaluate(
@@ -28,7 +28,7 @@ def against_reference(sizes, *, dtype, limit, boundaries=()):
 @pytest.mark.skipif(not hasattr(plgpu, "force_gpu_interpret_mode"), reason="this jax has no GPU interpreter")
 @pytest.mark.parametrize("length", [5, 21])
 def test_kernels_are_the_scan(monkeypatch, length):
-    """Fewer tokens than a turn, or turns and a rest; a last block of channels that is moved back."""
+    """Fewer tokens than a group, or groups and a rest; the last block of channels overlaps the one before."""
     monkeypatch.setattr(pallas_gpu, "unsupported_reason", lambda *_: "")
     monkeypatch.setattr(pallas_gpu, "GROUP", 8)
     monkeypatch.setattr(pallas_gpu, "STAGES", 2)
@@ -49,7 +49,7 @@ def test_kernels_lower_for_cuda(dtype):
     assert lowered.count("mosaic_gpu") >= 2
 
 
-def test_what_the_kernel_lacks():
+def test_error_names_what_is_unsupported():
     with pytest.raises(NotImplementedError, match="'pallas_gpu' needs an NVIDIA Hopper GPU"):
         linear_scan(example("linear_scan", dict(B=1, T=8, D=128)), implementation="pallas_gpu")
 
@@ -58,7 +58,7 @@ def test_what_the_kernel_lacks():
 @pytest.mark.parametrize("length", [5, 16, 2048 + 3])
 @pytest.mark.parametrize("dtype, limit", [(jnp.float32, 1e-5), (jnp.bfloat16, 5e-3)])
 def test_accuracy_on_a_gpu(length, dtype, limit):
-    """kernel-api.md's limits; of bfloat16 h the backward pass reads what the forward pass returned."""
+    """The backward pass reads h as the forward pass returned it, rounded to bfloat16 if x is bfloat16."""
     boundaries = (2, length - 2) if length > 4 else ()
     against_reference(dict(B=2, T=length, D=960), dtype=dtype, limit=limit, boundaries=boundaries)
 

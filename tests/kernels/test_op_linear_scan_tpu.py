@@ -1,4 +1,4 @@
-"""The linear scan as a Mosaic TPU kernel: in both interpreters, and compiled by the TPU compiler."""
+"""The Mosaic TPU kernel of the linear scan: in both interpreters, and compiled by the TPU compiler."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def test_kernel_is_the_scan(length, channels, interpret, reverse):
     assert np.linalg.norm(h_BTD - wanted_BTD) < 1e-6 * np.linalg.norm(wanted_BTD)
 
 
-def test_what_the_kernel_lacks():
+def test_error_names_what_is_unsupported():
     with jax.enable_x64(True), pytest.raises(NotImplementedError, match="'pallas_tpu' has no float64"):
         x_BTD = jnp.zeros((1, 8, 8), jnp.float64)
         pallas_tpu.linear_scan_pallas_tpu(x_BTD, x_BTD, x_BTD[:, 0], jnp.zeros((1, 8), jnp.int32))
@@ -35,7 +35,7 @@ def test_what_the_kernel_lacks():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-@pytest.mark.parametrize("channels", [960, 1280])  # Hawk of 140m and of 440m
+@pytest.mark.parametrize("channels", [960, 1280])  # Hawk with 140M and with 440M parameters
 def test_kernel_compiles(topology, channels):
     (device, *_) = compiler_topology(topology)
     sharding = jax.sharding.SingleDeviceSharding(device)

@@ -1,4 +1,4 @@
-"""Ops on a mesh of 8 devices: batch over 4, heads (or channels, or vocabulary) over 2, nothing gathered."""
+"""Ops on a mesh that splits the batch in 4 and heads, channels or vocabulary in 2: nothing is gathered."""
 
 import re
 
@@ -61,7 +61,7 @@ def test_forward_and_backward_gather_nothing(op, options):
 
 @pytest.mark.parametrize("op", cases.ALL)
 def test_memory_is_linear_in_time(op):
-    """Scratch memory of the gradient, T against 2 T: quadratic would be four times as much."""
+    """Twice the tokens take at most 2.2 times the scratch memory of the gradient; quadratic memory would be 4 times."""
 
     def scratch(length):
         sizes = SIZES | {"B": 1, "T": length, "V": 64}

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from mesanet_kernels import partition, shapes
+from mesanet_kernels import mesh_axes, shapes
 from tests.helpers import op_cases as cases
 from tests.kernels.test_op_sharding import SPECS
 
@@ -39,7 +39,7 @@ def tpu_mesh():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", SPECS)
-def test_compiles_for_v5e(op, tpu_mesh, monkeypatch):
+def test_compiles_for_v5e(op, tpu_mesh):
     inputs = shapes.example(op, {axis: SIZES[axis] for axis in shapes.SHAPES[op]["tiny"]})
 
     def abstract(name, x):
@@ -54,8 +54,8 @@ def test_compiles_for_v5e(op, tpu_mesh, monkeypatch):
         return sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves(cases.ALL[op](fixed | floating)))
 
     step = jax.jit(jax.grad(loss), out_shardings={name: x.sharding for name, x in floating.items()})
-    monkeypatch.setattr(partition, "_axes", {"B": ("data",), "H": ("tensor",), "T": ()})
-    with jax.sharding.use_abstract_mesh(tpu_mesh.abstract_mesh):
+    axes = mesh_axes(batch=("data",), heads=("tensor",))
+    with jax.sharding.use_abstract_mesh(tpu_mesh.abstract_mesh), axes:
         compiled = step.trace(floating, fixed).lower(lowering_platforms=("tpu",)).compile()
     moved = set(re.findall(r"\b(all-gather|all-to-all|collective-permute)", compiled.as_text()))
     assert not moved, moved

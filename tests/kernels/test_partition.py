@@ -1,4 +1,4 @@
-"""How a kernel is called on a mesh: every device on its own rows and heads."""
+"""A kernel on a mesh is called on each device with the device's own rows and heads."""
 
 import contextlib
 import re
@@ -61,8 +61,8 @@ def test_the_gradient_goes_through(mesh):
 
 
 @pytest.mark.parametrize("letter, size, held", [("B", 8, 2), ("B", 6, 6), ("H", 6, 3), ("H", 5, 5)])
-def test_what_a_device_holds(mesh, letter, size, held):
-    """All of it where the devices do not divide it."""
+def test_size_on_a_device(mesh, letter, size, held):
+    """A device holds everything if the devices do not divide the size."""
     assert partition.on_a_device(letter, size) == size
     with split(mesh):
         assert partition.on_a_device(letter, size) == held
@@ -97,4 +97,26 @@ def test_a_function_traced_under_other_axes_is_traced_again(mesh):
         count = len(seen)
         with mesh_axes(**AXES):
             run(x_BH)
-        assert len(seen) == count  # the first trace under these axes is still there
+        assert len(seen) == count  # the first trace under these axes is still in the cache
+
+
+def test_the_axes_reach_lowering_ahead_of_time_and_end_with_the_context(mesh):
+    """`trace` and `lower` see the axes as a call does; after an error the axes are those from before."""
+    seen = []
+
+    def kernel(x_BH):
+        seen.append(x_BH.shape)
+        return (x_BH + 1,)
+
+    run = jax.jit(lambda x: partition.partitioned(kernel, [x], axes=["BH"], results=["BH"])[0])
+    x_BH = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    run.lower(x_BH)
+    with pytest.raises(KeyError), split(mesh):
+        run.lower(x_BH)
+        traced = run.trace(x_BH)
+        raise KeyError
+    run.lower(x_BH)
+    assert seen == [(8, 4), (2, 2)]
+    assert "manual_computation" in traced.lower().as_text()  # lowered outside, traced inside
+    with jax.set_mesh(mesh):
+        assert partition.on_a_device("B", 8) == 8

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 type Ref = Any  # a reference to memory on the GPU; Pallas has no public type for it
+type Layout = Any  # a layout in registers; Pallas exports only one of its types
 type Factors = tuple[Any, Any]  # a and b of a product a @ b: b in shared memory, a there or in registers
 
 CHUNK = 64  # rows of a warpgroup's matrix instruction
@@ -57,7 +58,9 @@ def kernel(body: Callable, **options) -> Callable:
 def shared(*shape: int, dtype: DTypeLike):
     """Returns shared memory for matrices, laid out as matrix instructions read them: swizzled tiles 128 bytes wide."""
     tile = (8, 128 // jnp.dtype(dtype).itemsize)
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(128)))
+    tiling = plgpu.TilingTransform(tile)  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def tile(ref: Ref) -> jax.Array:
@@ -65,7 +68,7 @@ def tile(ref: Ref) -> jax.Array:
     return plgpu.load(ref, layout=ROWS).astype(jnp.float32)
 
 
-def untiled(ref: Ref, layout=ROWS) -> jax.Array:
+def untiled(ref: Ref, layout: Layout = ROWS) -> jax.Array:
     """Loads a matrix from memory without tiles into registers; with a reduced layout, a vector from any memory."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
@@ -101,7 +104,8 @@ class Sum(NamedTuple):
 
 def with_sums(body: Callable, *shapes: tuple[int, int]):
     """Returns body(*sums), where each of the `Sum`s has one of the shapes and begins at 0."""
-    return pl.run_scoped(lambda *refs: body(*map(Sum, refs)), *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+    accumulators = [plgpu.ACC(shape, jnp.float32) for shape in shapes]  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(lambda *refs: body(*map(Sum, refs)), *accumulators)
 
 
 def products(*terms: tuple[tuple[int, int], jax.Array | None, Sequence[Factors]]) -> list[jax.Array]:

@@ -8,7 +8,7 @@ B batch, T time, N chunks, C tokens of a chunk, H heads, K key size, V value siz
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -137,7 +137,7 @@ def product(a_parts: Sequence[jax.Array], b_parts: Sequence[jax.Array], **transp
     """Returns the `dot` of two sums of parts, float32, without the products of two small parts."""
     most = max(len(a_parts), len(b_parts))
     pairs = [(a, b) for i, a in enumerate(a_parts) for j, b in enumerate(b_parts) if i + j < most]
-    return sum(dot(a, b, **transposed) for a, b in pairs)
+    return cast(jax.Array, sum(dot(a, b, **transposed) for a, b in pairs))
 
 
 def dot(a: jax.Array, b: jax.Array, *, a_transposed: bool = False, b_transposed: bool = False) -> jax.Array:

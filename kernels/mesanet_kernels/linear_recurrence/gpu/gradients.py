@@ -179,6 +179,7 @@ def gradients_gpu(
                 )
                 plgpu.commit_smem()
                 fetch_next(fetch_dstates)
+            assert read_CD is not None and kept_CD is not None  # there is at least one block of keys
             denter_C += jnp.sum(tiles.sum_parts(do_s) * read_CD, axis=1)
             dscores_CC, dv_CD = tiles.products(
                 ((CHUNK, CHUNK), dscores_CC, tiles.cross_products(do_s, tiles.transposed([v_s]))),

@@ -11,7 +11,7 @@ token before it, ...
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def _convolve(activation, x_BTD, w_WD, bias_D, tail_BXD, segment_ids_BT) -> jax.
 
 
 def _forward(activation, *inputs):
-    return _convolve(activation, *inputs), inputs
+    return _convolve_on_mesh(activation, *inputs), inputs
 
 
 def _backward(activation, inputs, dy_BTD):
@@ -88,9 +88,10 @@ _convolve_on_mesh = jax.custom_vjp(_convolve, nondiff_argnums=(0,))
 _convolve_on_mesh.defvjp(_forward, _backward)
 
 
-def _reach(segment_ids_BT, width: int):
+def _reach(segment_ids_BT, width: int) -> jax.Array:
     """Returns int32 [B, T]: how many of the W - 1 inputs before a token belong to its document."""
-    return sum(xla.same_document(segment_ids_BT, width, tap)[..., 0].astype(jnp.int32) for tap in range(width - 1))
+    same_document = (xla.same_document(segment_ids_BT, width, tap) for tap in range(width - 1))
+    return cast(jax.Array, sum(same_BT1[..., 0].astype(jnp.int32) for same_BT1 in same_document))
 
 
 def _forward_kernel(activation, x_BTD, w_WD, bias_D, tail_BXD, reach_BT) -> tuple[jax.Array]:

@@ -23,7 +23,7 @@ def _causal_conv1d(
 
 
 def _forward(activation, *inputs):
-    return _causal_conv1d(activation, *inputs), inputs
+    return causal_conv1d_xla(activation, *inputs), inputs
 
 
 def _backward(activation, inputs, cotangents):

@@ -76,7 +76,8 @@ def diagonal_ssm(
 
     dtype = checks.accumulation_dtype(u)
     if initial_state is None:
-        initial_state = (jnp.zeros([sizes[axis] for axis in "BHN"], dtype),) * 2
+        zeros_BHN = jnp.zeros([sizes[axis] for axis in "BHN"], dtype)
+        initial_state = (zeros_BHN, zeros_BHN)
     state = tuple(x.astype(dtype) for x in initial_state)
     system = tuple(x.astype(dtype) for x in (log_rate, log_frequency, c_re, c_im, skip))
     chunk = min(chunk_size or DEFAULT_CHUNK, sequence_parallel.shard_length(sizes["T"]))

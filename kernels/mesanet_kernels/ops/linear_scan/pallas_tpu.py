@@ -65,7 +65,8 @@ def _kernel(x_BTD, a_BTD, state_BD, *, reverse: bool, interpret: Any = False) ->
         def tile(number, state_1D):
             first = TILE_TOKENS * (times // TILE_TOKENS - 1 - number if reverse else number)
             rows = pl.ds(pl.multiple_of(first, TILE_TOKENS), TILE_TOKENS)
-            x_RD, a_RD, h_RD = x[0, rows], a[0, rows], [None] * TILE_TOKENS
+            x_RD, a_RD = x[0, rows], a[0, rows]
+            h_RD: list[Any] = [None] * TILE_TOKENS
             for row in order:
                 state_1D = a_RD[row : row + 1] * state_1D + x_RD[row : row + 1]
                 h_RD[row] = state_1D

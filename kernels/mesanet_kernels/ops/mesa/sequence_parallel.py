@@ -15,7 +15,7 @@ def summarise(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns (the log decay of the states over the shard [B, H, 1], what the shard writes to (h_kk, h_kv))."""
     del lam_HK
-    # In float32, as in chunked.py: the state is the matrix of a linear system, whose solution magnifies rounding.
+    # In float32, as in chunked.py: h_kk is the matrix of a linear system, whose solution magnifies rounding errors.
     k_BTHK, v_BTHV = (x.astype(log_decay_BTH.dtype) for x in (k_BTHK, v_BTHV))
     values_BTHW = jnp.concatenate([k_BTHK, v_BTHV], axis=-1)
     total_BH1, written_BHKW = summarise_state(q_BTHK, k_BTHK, values_BTHW, log_decay_BTH, beta_BTH, segment_ids_BT)

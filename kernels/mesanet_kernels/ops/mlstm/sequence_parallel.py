@@ -15,7 +15,7 @@ from mesanet_kernels.sequence_parallel import ShardTransition, remaining_log_dec
 def summarise(
     q_BTHK, k_BTHK, v_BTHV, input_gate_BTH, forget_gate_BTH, segment_ids_BT
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    """Returns (the log decay of the state over the shard [B, H], the (C, n, m) after it if C and n start at 0)."""
+    """Returns (the log decay of the state over the shard [B, H], the (C, n, m) of the shard from a zero state)."""
     del q_BTHK
     log_forget_BTH = jax.nn.log_sigmoid(forget_gate_BTH)
     until_BTH, remains_BH = remaining_log_decays(log_forget_BTH, segment_ids_BT)
