@@ -64,7 +64,7 @@ def test_kernel_lowers_for_cuda(key, value):
 
 @pytest.mark.slow  # decoding does not need gradients
 def test_gradients_are_those_of_the_op(monkeypatch):
-    """They do not come from the kernel, which is left out here."""
+    """The gradients do not come from the kernel, so the kernel is replaced here."""
     monkeypatch.setattr(step_gpu.tiles, "unsupported_reason", lambda _: "")
     monkeypatch.setattr(step_gpu, "_flat", lambda kernel, *x: (x[2], x[6], x[7], jnp.ones(x[0].shape[:2], jnp.int32)))
     inputs, state = token(SIZES, scale=1 / 64)
