@@ -21,8 +21,13 @@ from tests.representatives import REPRESENTATIVES
 jax.config.update("jax_num_cpu_devices", 8)  # the commands that tests start see one
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases of large parametrised tests as slow, except the representatives (tests/representatives.py)."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the cases of large parametrised tests as slow, except the representatives (tests/representatives.py).
+
+    A selection by name (-k) runs every case that it names: of a new family, for example.
+    """
+    if config.option.keyword:
+        return
     for item in items:
         test, _, case = item.nodeid.removeprefix("tests/").partition("[")
         if test in REPRESENTATIVES and case.removesuffix("]") not in REPRESENTATIVES[test]:

@@ -199,6 +199,7 @@ def result(name: str, loss: float, **changes) -> Result:
         bits_per_byte=None,
         tokens=4,
         bytes=0,
+        p_correct_over_half=0.25,
         position_loss_T=np.array([np.nan, loss, loss, loss]),
         position_tokens_T=np.array([0, 1, 1, 2]),
     )
